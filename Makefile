@@ -1,0 +1,51 @@
+# Two commands do everything: `make demo` and `make test`. PYTHON picks the interpreter for a new environment.
+PYTHON ?= python3
+BIN := .venv/bin
+SEED ?= 0
+
+.PHONY: help venv demo test check bench honesty locks clean
+
+help:
+	@echo "make demo    train a tiny policy in a real harness, on CPU (SEED=0)"
+	@echo "make test    all tests that need no GPU"
+	@echo "make check   lint, format, types, layers"
+	@echo "make bench   the benchmarks of tools/bench"
+	@echo "make honesty the demo with shuffled advantages: it must not learn"
+
+venv: .venv/installed
+
+.venv/installed: locks/cpu.txt locks/dev.txt pyproject.toml
+	@rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --no-compile --no-deps --require-hashes -r locks/cpu.txt -r locks/dev.txt
+	@# Only where torch's CPU build could not be found: its CUDA build wants these libraries even to be imported.
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: venv
+	$(BIN)/python -m harnesses.fetch codex
+	$(BIN)/python -m lego.train recipes/demo.py --seed $(SEED)
+
+test: venv
+	$(BIN)/python -m harnesses.fetch codex pi
+	$(BIN)/python -m pytest -q
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_light.py
+
+bench: venv
+	$(BIN)/python tools/bench/harness_cost.py
+
+honesty: venv
+	$(BIN)/python -m harnesses.fetch codex
+	$(BIN)/python -m lego.train recipes/demo.py --seed $(SEED) --sabotage shuffle_advantages
+
+locks:
+	$(PYTHON) tools/lock.py
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache

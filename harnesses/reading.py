@@ -1,0 +1,24 @@
+"""Small readings that all harnesses share."""
+
+from sandbox.base import ExecResult
+
+
+def exit_error(result: ExecResult) -> str | None:
+    """What a bad exit says: its status and last line; None after status 0."""
+    if result.code == 0:
+        return None
+    if result.code is None:
+        return "stopped at its time limit"
+    line = last_line(result.stderr) or last_line(result.stdout) or "it printed nothing"
+    return f"exit status {result.code}: {line}"
+
+
+def last_line(output: bytes) -> str:
+    """The last line that says something, or an empty text."""
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def milliseconds(seconds: float) -> int:
+    """Whole milliseconds, at least one."""
+    return max(1, round(seconds * 1000))

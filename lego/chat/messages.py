@@ -1,0 +1,146 @@
+"""Chat messages and tools as values: every wire shape of the same message reads into one record."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+
+
+class BadMessage(ValueError):
+    """A message or tool that cannot be read; the text names the field, the value and what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call as text: `arguments` is verbatim, valid JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; `call_id` names the call that a tool message answers."""
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call; `spec` is its JSON text in the chat-completions shape."""
+
+    name: str
+    spec: str
+
+
+def read_messages(raw: object) -> tuple[Message, ...]:
+    """Reads chat-completions messages; neighbouring assistant messages are one turn. Raises BadMessage."""
+    if not isinstance(raw, list) or not raw:
+        raise BadMessage("messages: a non-empty list is wanted")
+    messages: list[Message] = []
+    for i, item in enumerate(raw):
+        message = _message(item, f"messages[{i}]")
+        if messages and message.role == messages[-1].role == "assistant":
+            message = _joined(messages.pop(), message)
+        messages.append(message)
+    return tuple(messages)
+
+
+def read_tools(raw: object) -> tuple[Tool, ...]:
+    """Reads function tools in the chat-completions shape. Raises BadMessage."""
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise BadMessage(f"tools: {type(raw).__name__} found, a list is wanted")
+    return tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(raw))
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer can encode, replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _message(item: object, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadMessage(f"{where}: {type(item).__name__} found, an object is wanted")
+    role = ROLES.get(item.get("role", ""))
+    if role is None:
+        raise BadMessage(f"{where}.role: {item.get('role')!r} found, one of {', '.join(ROLES)} is wanted")
+    text = read_text(item.get("content"), f"{where}.content")
+    if role == "system":
+        text = _BILLING.sub("", text)
+    if role != "assistant":
+        return Message(role, text, call_id=str(item.get("tool_call_id") or ""))
+    return Message(role, text, _reasoning(item), _calls(item.get("tool_calls"), f"{where}.tool_calls"))
+
+
+def read_text(content: object, where: str) -> str:
+    """The text of a content field: a string, a list of text parts, or null. Raises BadMessage."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return clean(content)
+    if not isinstance(content, list):
+        raise BadMessage(f"{where}: {type(content).__name__} found, a string or a list of text parts is wanted")
+    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return clean(part)
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind not in _TEXT_PARTS:
+        raise BadMessage(f"{where}: part type {kind!r} found, only text parts can be read by this model")
+    text = part.get("refusal") if kind == "refusal" else part.get("text")
+    if not isinstance(text, str):
+        raise BadMessage(f"{where}.text: {type(text).__name__} found, a string is wanted")
+    return clean(text)
+
+
+def _reasoning(item: Mapping) -> str:
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(item.get(name), str):
+            return clean(item[name])
+    blocks = item.get("thinking_blocks")
+    texts = [b.get("thinking") for b in blocks if isinstance(b, Mapping)] if isinstance(blocks, list) else []
+    return clean("".join(t for t in texts if isinstance(t, str)))
+
+
+def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise BadMessage(f"{where}: {type(raw).__name__} found, a list is wanted")
+    return tuple(_call(item, f"{where}[{i}]") for i, item in enumerate(raw))
+
+
+def _call(item: object, where: str) -> ToolCall:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping) or not isinstance(function, Mapping):
+        raise BadMessage(f"{where}: an object with `function` is wanted")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str):
+        raise BadMessage(f"{where}.function.name: {name!r} found, a string is wanted")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return ToolCall(str(item.get("id") or ""), clean(name), clean(text))
+
+
+def _tool(item: object, where: str) -> Tool:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise BadMessage(f"{where}.function.name: {name!r} found, a string is wanted")
+    return Tool(name, clean(json.dumps({"type": "function", "function": function}, ensure_ascii=False)))
+
+
+def _joined(a: Message, b: Message) -> Message:
+    return replace(a, text=a.text + b.text, reasoning=a.reasoning + b.reasoning, calls=a.calls + b.calls)

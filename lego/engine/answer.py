@@ -1,0 +1,177 @@
+"""The body of vLLM's /inference/v1/generate: what we ask, and the answer parsed and checked. Pure.
+
+An answer that is not wholly as asked raises EngineError with the numbers: it must never become a turn.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lego.engine.folder import ModelFolder
+from lego.errors import EngineError
+from lego.records import Generation, Ids, Routing, Sampling, VersionSpan
+
+FLOOR = -9000.0
+"""vLLM writes -9999 for a logprob that is NaN or -inf."""
+
+
+def request_body(prompt_ids: Ids, sampling: Sampling, stop_ids: Sequence[int], routing_start: int) -> dict[str, Any]:
+    """Every sampling field in full, so that no default of server or model folder decides anything."""
+    return {
+        "token_ids": prompt_ids.tolist(),
+        "stream": False,
+        "sampling_params": {
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": sampling.min_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "min_tokens": 0,
+            "stop": [],
+            "stop_token_ids": list(stop_ids),
+            # The stop ids above are the only way to stop, whatever the server thinks the end token is.
+            "ignore_eos": True,
+            "logprobs": 0,
+            "prompt_logprobs": None,
+            "logit_bias": None,
+            "allowed_token_ids": None,
+            "bad_words": None,
+            "detokenize": False,
+            "skip_special_tokens": False,
+            "routed_experts_prompt_start": routing_start,
+        },
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What an answer is checked against."""
+
+    model: ModelFolder
+    prompt_len: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    routing_start: int | None
+    """First routing row wanted; None where routing is off."""
+
+
+def parse_answer(body: dict[str, Any], asked: Asked) -> Generation:
+    """The checked answer."""
+    try:
+        choice = body["choices"][0]
+        ids = np.array(choice["token_ids"], np.int32)
+        _check_finish(choice["finish_reason"], ids, asked)
+        _check_prompt(body["usage"]["prompt_tokens"], asked.prompt_len)
+        _check_ids(ids, asked.model.vocab_size)
+        return Generation(
+            prompt_len=asked.prompt_len,
+            output_ids=ids,
+            logprobs=_logprobs(choice["logprobs"]["content"], ids),
+            routing=_routing(choice["routed_experts"], asked, len(ids)) if asked.routing_start is not None else None,
+            routing_start=asked.routing_start or 0,
+            versions=_versions(choice["weight_versions"], len(ids)),
+            finish=choice["finish_reason"],
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise EngineError(f"engine's answer lacks a field: {error!r}") from error
+
+
+def _check_finish(finish: str, ids: Ids, asked: Asked) -> None:
+    if finish not in ("stop", "length"):
+        raise EngineError(f"engine ended the answer with finish_reason {finish!r} after {len(ids)} tokens")
+    if not 1 <= len(ids) <= asked.sampling.max_tokens:
+        raise EngineError(f"engine sampled {len(ids)} tokens, asked for 1 to {asked.sampling.max_tokens}")
+    if finish == "stop" and ids[-1] not in asked.stop_ids:
+        raise EngineError(f"engine stopped at token {ids[-1]}, which is none of the stop tokens {list(asked.stop_ids)}")
+
+
+def _check_prompt(seen: int, sent: int) -> None:
+    if seen != sent:
+        raise EngineError(f"engine saw {seen} prompt tokens, {sent} were sent")
+
+
+def _check_ids(ids: Ids, vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise EngineError(f"engine sampled ids {ids.min()} to {ids.max()} of a vocabulary of {vocab_size}")
+
+
+def _logprobs(content: list[dict[str, Any]], ids: Ids) -> np.ndarray:
+    if len(content) != len(ids):
+        raise EngineError(f"engine sent {len(ids)} output ids but {len(content)} logprobs")
+    of = np.array([entry["token_id"] for entry in content])
+    if len(other := np.flatnonzero(of != ids)):
+        i = other[0]
+        raise EngineError(f"logprob {i} of {len(ids)} is of token {of[i]}, not {ids[i]}")
+    logprobs = np.array([entry["logprob"] for entry in content], np.float32)
+    bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs > FLOOR) & (logprobs < 1e-3)))
+    if len(bad):
+        raise EngineError(f"logprob {bad[0]} of {len(ids)} is {logprobs[bad[0]]}: the engine computed no probability")
+    return logprobs
+
+
+def _routing(text: str | None, asked: Asked, output_len: int) -> Routing:
+    """Rows of the layers that route, `[rows, moe layers, experts per token]`."""
+    if text is None:
+        raise EngineError("engine sent no routed experts")
+    model = asked.model
+    routing = _decode(text)
+    rows = asked.prompt_len + output_len - 1 - (asked.routing_start or 0)
+    check_routing_shape(routing.shape, (rows, model.layers, model.experts_per_token))
+    if len(model.moe_layers) < model.layers:
+        routing = routing[:, list(model.moe_layers)]
+    check_experts(routing, model.experts)
+    return routing
+
+
+def _decode(text: str) -> Routing:
+    try:
+        return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        raise EngineError(f"engine's routed experts are unreadable: {error}") from error
+
+
+def check_routing_shape(shape: tuple[int, ...], wanted: tuple[int, int, int]) -> None:
+    """A row for each token but the last, EngineError with both numbers otherwise."""
+    if shape[:1] != wanted[:1]:
+        raise EngineError(f"engine sent {shape[0] if shape else 0} routing rows, wanted {wanted[0]}")
+    if shape != wanted:
+        raise EngineError(f"engine sent routing rows of layers x experts {shape[1:]}, wanted {wanted[1:]}")
+
+
+def check_experts(routing: Routing, experts: int) -> None:
+    """Ids in range and distinct in each row: an all-zero row is a lost one, not a choice."""
+    if routing.size == 0:
+        return
+    if routing.dtype not in (np.uint8, np.uint16) or routing.max() >= experts:
+        raise EngineError(f"routing holds {routing.dtype} expert id {routing.max()}, wanted below {experts}")
+    ordered = np.sort(routing, axis=-1)
+    repeated = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1))
+    if len(repeated):
+        row, layer = repeated[0]
+        ids = routing[row, layer].tolist()
+        raise EngineError(f"{len(repeated)} routing rows repeat an expert, first row {row} layer {layer}: {ids}")
+
+
+def _versions(spans: list[dict[str, Any]] | None, n: int) -> tuple[VersionSpan, ...]:
+    """Spans that cover [0, n) without gap or overlap."""
+    versions = tuple(VersionSpan(version=_version(s["version"]), start=s["start"], stop=s["end"]) for s in spans or ())
+    edges = [0, *(v.stop for v in versions)]
+    if edges[:-1] != [v.start for v in versions] or edges[-1] != n or sorted(set(edges)) != edges:
+        raise EngineError(f"weight versions cover {[(v.start, v.stop) for v in versions]} of {n} output tokens")
+    return versions
+
+
+def _version(label: str) -> int:
+    if not label.isdecimal():
+        raise EngineError(f"weight version {label!r} is not one of ours: something else set the engine's weights")
+    return int(label)

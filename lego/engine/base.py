@@ -1,0 +1,23 @@
+"""The engine seam: token ids in, what was sampled out, and new weights between."""
+
+from pathlib import Path
+from typing import Protocol
+
+from lego.records import Generation, Ids, Sampling
+
+
+class Engine(Protocol):
+    """An inference engine that holds one policy."""
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+    ) -> Generation:
+        """Samples an answer to exactly these ids; routing rows before `routing_start` are left out.
+
+        Cancelling the call aborts the request in the engine. Raises EngineError.
+        """
+        ...
+
+    async def update(self, weights: Path, version: int) -> None:
+        """Loads a safetensors file of HF-named weights as `version`: pause, load, finish, reset cache, resume."""
+        ...

@@ -1,0 +1,171 @@
+"""The client of one vLLM server: token ids in, checked answers out, and weight updates in the one right order."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from lego.engine.answer import Asked, parse_answer, request_body
+from lego.engine.folder import ModelFolder
+from lego.errors import EngineError
+from lego.records import Generation, Ids, Sampling
+
+log = logging.getLogger(__name__)
+
+# Idle connections: less than the server keeps them (vllm.SERVER_KEEP_ALIVE_S).
+KEEP_ALIVE_S = 30
+RESET_TRIES = 6
+NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=30)
+HEALTH_LIMIT = aiohttp.ClientTimeout(total=5)
+
+
+class VllmEngine:
+    """An `Engine` over a running server. Made by `VllmServer.open`, or by hand for a server that runs elsewhere."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        model: ModelFolder,
+        *,
+        routing: bool,
+        pause: Literal["keep", "wait"] = "keep",
+        update_timeout_s: float = 300.0,
+        obituary: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`pause` says what an update does to answers under way; `obituary` tells how the server died, if it did."""
+        self.model = model
+        self._obituary = obituary
+        self._http = http
+        self._routing = routing
+        self._pause = pause
+        self._update_timeout = aiohttp.ClientTimeout(total=update_timeout_s)
+        self._updating = asyncio.Lock()
+        self._broken: str | None = None
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+    ) -> Generation:
+        """See `Engine.generate`."""
+        self._check_usable()
+        stop_ids = self.model.stop_ids
+        body = request_body(prompt_ids, sampling, stop_ids, routing_start)
+        answer = await self._post("/inference/v1/generate", body, headers={"X-Session-ID": session}, timeout=NO_LIMIT)
+        start = routing_start if self._routing else None
+        asked = Asked(
+            model=self.model, prompt_len=len(prompt_ids), sampling=sampling, stop_ids=stop_ids, routing_start=start
+        )
+        return parse_answer(answer, asked)
+
+    async def update(self, weights: Path, version: int) -> None:
+        """See `Engine.update`. After a failure the weights are in doubt: every later call raises."""
+        weights = check_weights_file(weights)
+        async with self._updating:
+            self._check_usable()
+            began = time.monotonic()
+            try:
+                await self._update(weights, version)
+            except BaseException as error:
+                await self._break(f"update to version {version} failed: {error or type(error).__name__}")
+                raise
+            log.info("weights version=%d file=%s seconds=%.3f", version, weights.name, time.monotonic() - began)
+
+    async def label(self, version: int) -> None:
+        """Names the weights the server has now; for a server that just loaded them."""
+        await self._step("/update_weight_version", {"new_version": str(version)})
+
+    async def _update(self, weights: Path, version: int) -> None:
+        await self._step(f"/pause?mode={self._pause}")
+        await self._step("/start_weight_update")
+        await self._step("/update_weights", {"update_info": {"path": str(weights)}})
+        await self._step("/finish_weight_update", {"weight_version": str(version)})
+        await self._reset_prefix_cache()
+        await self._step("/resume")
+        seen = (await self._request("GET", "/weight_info", timeout=self._update_timeout)).get("weight_version")
+        if seen != str(version):
+            raise EngineError(f"/weight_info: engine says version {seen!r} after the update to {version}")
+
+    async def _reset_prefix_cache(self) -> None:
+        """Drops keys and values of the old weights; running requests compute theirs again."""
+        for attempt in range(RESET_TRIES):
+            answer = await self._step("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+            if answer.get("success") is True:
+                return
+            await asyncio.sleep(0.05 * 2**attempt)
+        raise EngineError(f"/reset_prefix_cache: refused {RESET_TRIES} times, blocks are still held: {answer}")
+
+    async def _step(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._post(path, body, timeout=self._update_timeout)
+
+    async def _post(self, path: str, body: Any, **options: Any) -> dict[str, Any]:
+        return await self._request("POST", path, json=body, **options)
+
+    async def _request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The JSON object of a 200 answer; EngineError with the path for all else."""
+        try:
+            async with self._http.request(method, path, **options) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise EngineError(f"{path}: status {response.status}: {text[:500]}")
+                return json.loads(text)
+        except TimeoutError as error:
+            raise EngineError(f"{path}: no answer in time") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(await self._why(f"{path}: {type(error).__name__}: {error}")) from error
+        except ValueError as error:
+            raise EngineError(f"{path}: answer is not JSON: {error}") from error
+
+    async def _why(self, seen: str) -> str:
+        """The cause behind a broken connection, which a dying server may take a moment to show."""
+        for _ in range(10):
+            if (reason := self._broken or self._obituary()) is not None:
+                return f"{seen}; {reason}"
+            await asyncio.sleep(0.1)
+        return seen
+
+    async def healthy(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        try:
+            async with self._http.get("/health", timeout=HEALTH_LIMIT) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise EngineError(self._broken)
+
+    async def _break(self, reason: str) -> None:
+        """Ends the calls that a paused server would hold for ever."""
+        self._broken = reason
+        await self._http.close()
+
+
+def connect(url: str) -> aiohttp.ClientSession:
+    """A client of one server, without a limit on connections; for `VllmEngine`."""
+    return aiohttp.ClientSession(
+        base_url=url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), trust_env=False
+    )
+
+
+def check_weights_file(path: Path) -> Path:
+    """The file's absolute path; EngineError if it is no whole safetensors file, before the engine is touched."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if 0 < size < path.stat().st_size else None
+    except OSError as error:
+        raise EngineError(f"weights file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise EngineError(f"weights file {path} is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise EngineError(f"weights file {path} is not a safetensors file")
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    wanted = 8 + size + max(ends, default=0)
+    if path.stat().st_size != wanted:
+        raise EngineError(f"weights file {path} has {path.stat().st_size} bytes, its header says {wanted}")
+    return path.resolve()

@@ -1,0 +1,1 @@
+"""The trainer: packing, losses, routing replay, and the ranks that run torchtitan."""

@@ -1,0 +1,109 @@
+"""Routing replay: each token goes to the experts that the engine chose for it, with live gate weights.
+
+Rows are -1 where nothing was recorded (the live router decides, counted) and -2 for padding (live,
+not counted). A micro-batch is known by the storage of its `positions` tensor, so a layer that is
+computed again in the backward pass finds the rows it had in the forward pass, in any order of batches.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+UNRECORDED = -1
+PADDING = -2
+
+
+class RoutingError(ValueError):
+    """Recorded expert ids that cannot be replayed."""
+
+
+def validate_rows(routing_TLK: torch.Tensor, experts: int) -> None:
+    """Raises RoutingError unless each row is all -1, all -2, or distinct ids below `experts`."""
+    blank = (routing_TLK == UNRECORDED).all(-1) | (routing_TLK == PADDING).all(-1)
+    in_range = ((routing_TLK >= 0) & (routing_TLK < experts)).all(-1)
+    ordered = routing_TLK.sort(-1).values
+    distinct = (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    bad = ~(blank | (in_range & distinct))
+    if bad.any():
+        token, layer = (int(i) for i in bad.nonzero()[0])
+        raise RoutingError(
+            f"{int(bad.sum())} of {bad.numel()} routing rows are invalid, the first at token {token} of MoE layer "
+            f"{layer}: {routing_TLK[token, layer].tolist()}; want {routing_TLK.shape[-1]} distinct ids below {experts}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCount:
+    """Rows of one or more micro-batches: MoE layers x tokens."""
+
+    needed: int = 0
+    replayed: int = 0
+    live: int = 0
+
+    def __add__(self, other: "RowCount") -> "RowCount":
+        return RowCount(
+            needed=self.needed + other.needed, replayed=self.replayed + other.replayed, live=self.live + other.live
+        )
+
+
+@dataclass(kw_only=True)
+class _Rows:
+    ids_LTK: torch.Tensor
+    live_LT: torch.Tensor
+    any_live_L: list[bool]
+    replayed_L: list[int]
+    unrecorded_L: list[int]
+    used: set[int] = field(default_factory=set)
+
+
+class Replay:
+    """The recorded rows of the micro-batches in flight, shared by the routers of one model."""
+
+    def __init__(self, *, layers: int, experts: int, top_k: int) -> None:
+        self.layers, self.experts, self.top_k = layers, experts, top_k
+        self._open: dict[int, _Rows] = {}
+        self._current: _Rows | None = None
+
+    def open(self, positions: torch.Tensor, routing_TLK: torch.Tensor) -> None:
+        """Holds a micro-batch's rows until `close`. Raises RoutingError on rows that cannot be replayed."""
+        if routing_TLK.shape != (positions.numel(), self.layers, self.top_k):
+            raise RoutingError(
+                f"routing of shape {tuple(routing_TLK.shape)}; want {positions.numel()} tokens x {self.layers} MoE "
+                f"layers x {self.top_k} experts"
+            )
+        validate_rows(routing_TLK, self.experts)
+        ids_LTK = routing_TLK.to(torch.int64).transpose(0, 1).contiguous()
+        first_LT = ids_LTK[..., 0]
+        self._open[positions.data_ptr()] = _Rows(
+            ids_LTK=ids_LTK,
+            live_LT=first_LT < 0,
+            any_live_L=(first_LT < 0).any(-1).tolist(),
+            replayed_L=(first_LT >= 0).sum(-1).tolist(),
+            unrecorded_L=(first_LT == UNRECORDED).sum(-1).tolist(),
+        )
+
+    def enter(self, positions: torch.Tensor) -> None:
+        """Makes the micro-batch of these positions the current one; called before each layer."""
+        self._current = self._open.get(positions.data_ptr())
+
+    def choose(self, layer: int, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The expert ids [T, K] of this layer: recorded ones, or the live top-k where there is none."""
+        rows = self._current
+        if rows is None:
+            return torch.topk(scores_TE, k=self.top_k, dim=-1, sorted=False).indices
+        rows.used.add(layer)
+        ids_TK = rows.ids_LTK[layer]
+        if not rows.any_live_L[layer]:
+            return ids_TK
+        live_TK = torch.topk(scores_TE, k=self.top_k, dim=-1, sorted=False).indices
+        return torch.where(rows.live_LT[layer][:, None], live_TK, ids_TK)
+
+    def close(self, positions: torch.Tensor) -> RowCount:
+        """Forgets a micro-batch and returns what its layers consumed, each counted once however often computed."""
+        rows = self._open.pop(positions.data_ptr())
+        self._current = None
+        return RowCount(
+            needed=sum(rows.replayed_L) + sum(rows.unrecorded_L),
+            replayed=sum(rows.replayed_L[layer] for layer in rows.used),
+            live=sum(rows.unrecorded_L[layer] for layer in rows.used),
+        )

@@ -1,0 +1,195 @@
+"""The program of one trainer rank: `python -m lego.learn.worker SETTINGS.json`, started by torch's elastic agent.
+
+Rank 0 takes commands from the driver as JSON over a ZeroMQ pair and passes them to the other ranks. A rank
+that makes no progress inside a command for `stall_s` writes the stack of all its threads and ends.
+"""
+
+import faulthandler
+import gc
+import json
+import logging
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+gc.disable()  # imports make much that lives for ever; collecting meanwhile costs a second
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import zmq  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+
+from lego.learn import packing, titan  # noqa: E402
+from lego.learn.algorithms import GRPO, GSPO, Algorithm  # noqa: E402
+from lego.learn.step import train_step  # noqa: E402
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a rank is started with, written by the driver."""
+
+    control: str
+    model: str
+    world_size: int
+    expert_parallel: int
+    dtype: str
+    export_dtype: str
+    token_budget: int
+    checkpointing: str
+    stall_s: float
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    grad_clip: float
+    algorithm: str
+    algorithm_fields: Mapping[str, Any]
+
+
+class Watchdog:
+    """Ends a rank that is stuck, with its stacks in the log; idle between commands."""
+
+    def __init__(self, stall_s: float) -> None:
+        self.stall_s = stall_s
+
+    def mark(self) -> None:
+        """The rank made progress and is to make more within `stall_s`."""
+        faulthandler.dump_traceback_later(self.stall_s, exit=True)
+
+    def rest(self) -> None:
+        """The rank waits for a command: however long."""
+        faulthandler.cancel_dump_traceback_later()
+
+
+class Worker:
+    """One rank's model, optimizer and commands."""
+
+    def __init__(self, settings: Settings, watchdog: Watchdog) -> None:
+        self.settings, self.watchdog = settings, watchdog
+        layout = titan.Layout(
+            world_size=settings.world_size,
+            expert_parallel=settings.expert_parallel,
+            dtype=settings.dtype,  # type: ignore[arg-type]
+            max_length=settings.token_budget,
+            checkpointing=settings.checkpointing,  # type: ignore[arg-type]
+            stall_s=settings.stall_s,
+        )
+        device = titan.init_distributed(layout)
+        self.rank = dist.get_rank()
+        self.control = titan.control_group()
+        self.policy = titan.Policy(Path(settings.model), layout, device)
+        self.optimizer = titan.AdamW(
+            self.policy, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        kinds: dict[str, type[Algorithm]] = {"GSPO": GSPO, "GRPO": GRPO}
+        self.algorithm = kinds[settings.algorithm](**settings.algorithm_fields)
+
+    def step(self, batch: str, gates: Mapping[str, float]) -> dict[str, Any]:
+        """One optimizer step on a batch file."""
+        start = time.perf_counter()
+        part = packing.read(Path(batch), self.rank)
+        answer = train_step(
+            self.policy,
+            self.optimizer,
+            part,
+            algorithm=self.algorithm,
+            grad_clip=self.settings.grad_clip,
+            gates=gates,
+            progress=self.watchdog.mark,
+        )
+        gc.collect()
+        return answer | {"wall_s": time.perf_counter() - start}
+
+    def export(self, path: str) -> dict[str, Any]:
+        """All weights, HF names, one file."""
+        self.policy.export(Path(path), DTYPES[self.settings.export_dtype])
+        return {}
+
+    def save(self, folder: str) -> dict[str, Any]:
+        """Weights and optimizer state to continue from, on any number of ranks."""
+        self.optimizer.save(Path(folder))
+        return {}
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Weights and optimizer state of a saved folder."""
+        self.optimizer.load(Path(folder))
+        return {}
+
+    def save_hf(self, folder: str) -> dict[str, Any]:
+        """A whole HF folder: weights, and config and tokenizer as they came."""
+        target, source = Path(folder), Path(self.settings.model)
+        if self.rank == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            others = shutil.ignore_patterns(*WEIGHTS)
+            shutil.copytree(source, target, ignore=others, dirs_exist_ok=True)
+        return self.export(str(target / "model.safetensors"))
+
+    def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Carries out one command, on all ranks alike."""
+        commands = {"step": self.step, "export": self.export, "save": self.save, "load": self.load, "save_hf": self.save_hf}
+        self.watchdog.mark()
+        answer = commands[command["op"]](**command["args"])
+        self.watchdog.rest()
+        return answer
+
+    def shared(self, command: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """The command that rank 0 has, on every rank."""
+        box: list[Any] = [command]
+        if self.settings.world_size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def serve(self, driver: "zmq.Socket[bytes] | None") -> None:
+        """Commands until `stop`."""
+        while True:
+            command = self.shared(json.loads(driver.recv()) if driver is not None else None)
+            if command["op"] == "stop":
+                return
+            answer = self.run(command)
+            if driver is not None:
+                driver.send(json.dumps(answer, allow_nan=True).encode())
+
+
+def _connect(address: str) -> "zmq.Socket[bytes]":
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket
+
+
+@record
+def main() -> None:
+    """Builds this rank, tells the driver, and serves."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    start = time.perf_counter()
+    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
+    watchdog = Watchdog(settings.stall_s)
+    watchdog.mark()
+    worker = Worker(settings, watchdog)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    watchdog.rest()
+    driver = _connect(settings.control) if worker.rank == 0 else None
+    if driver is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        ready = {"ready_s": time.perf_counter() - start, "cpu_s": usage.ru_utime + usage.ru_stime}
+        driver.send(json.dumps(ready).encode())
+    worker.serve(driver)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
+    main()

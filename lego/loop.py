@@ -1,0 +1,151 @@
+"""The training loop: sample, judge, credit, train, push, and again.
+
+Sampling may run `rollout.staleness` steps ahead of training; at 0 the two take turns.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lego import sabotage
+from lego.engine.base import Engine
+from lego.errors import GateError
+from lego.learn.advantages import group_advantages
+from lego.learn.client import StepReport, Trainer
+from lego.observe.interval import Rate
+from lego.observe.outputs import Outputs
+from lego.recipe import Recipe
+from lego.records import Sample, Trajectory
+from lego.rollout.collect import Attempt, attempts, collect, refuse_unscored, solved_and_asked, tasks_of_step
+from lego.rollout.credit import Credited, credit
+from lego.rollout.trial import Trials
+from lego.tasks.task import TaskSet
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A step's trials, and how long they took."""
+
+    step: int
+    trajectories: list[Trajectory]
+    seconds: float
+
+
+class Loop:
+    """One run's opened parts, joined."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tasks: TaskSet,
+        trials: Trials,
+        engine: Engine,
+        trainer: Trainer,
+        out: Outputs,
+        shared: Path,
+    ) -> None:
+        """`shared` is a folder in shared memory where weights pass from trainer to engine."""
+        self.recipe, self.tasks, self.trials, self.engine, self.trainer = recipe, tasks, trials, engine, trainer
+        self.out, self.shared = out, shared
+        self.version = 0
+        self._moved = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Start measurement, all steps, end measurement."""
+        recipe = self.recipe
+        await self._measure("start")
+        batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=recipe.rollout.staleness + 1)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sample_all(batches))
+            for _ in range(recipe.steps):
+                await self._learn(await batches.get())
+        await self._measure("end")
+
+    async def _measure(self, moment: str) -> None:
+        """Solve rates of training and held-out tasks; the first step stands in where it visits every task once."""
+        validation = self.recipe.validation
+        splits = {"heldout": (self.tasks.heldout, validation.heldout_attempts)}
+        if moment == "end" or self.recipe.rollout.tasks_per_step != len(self.tasks.train):
+            splits["train"] = (self.tasks.train, validation.train_attempts)
+        for split, (tasks, each) in splits.items():
+            self.out.view.phase(f"measure {split} at {moment}", len(tasks) * each)
+            batch = await self._trials(attempts(tasks, each), -1)
+            self.out.measured(moment, split, Rate(*solved_and_asked(batch.trajectories)), batch.seconds)
+
+    async def _sample_all(self, batches: "asyncio.Queue[Batch]") -> None:
+        rollout = self.recipe.rollout
+        for step in range(self.recipe.steps):
+            async with self._moved:
+                await self._moved.wait_for(lambda step=step: self.version >= step - rollout.staleness)
+            tasks = tasks_of_step(self.tasks.train, rollout.tasks_per_step, step, self.recipe.seed)
+            self.out.view.phase(f"step {step}: trials", len(tasks) * rollout.group_size)
+            await batches.put(await self._trials(attempts(tasks, rollout.group_size), step))
+
+    async def _trials(self, wanted: Sequence[Attempt], step: int) -> Batch:
+        start = time.monotonic()
+        run = partial(self.trials.run, version=self.version)
+        done = partial(self.out.trial, step)
+        trajectories = await collect(wanted, run, concurrency=self.recipe.rollout.concurrency, done=done)
+        refuse_unscored(trajectories, self.recipe.rollout.max_unscored)
+        return Batch(step=step, trajectories=trajectories, seconds=time.monotonic() - start)
+
+    async def _learn(self, batch: Batch) -> None:
+        """One optimizer step on a batch, and its weights to the engine."""
+        self._check_share(batch)
+        credited = self._credit(batch)
+        start = time.monotonic()
+        report = await self._train(credited) if credited.samples else None
+        trained = time.monotonic()
+        if report is not None:
+            await self._push()
+        pushed = time.monotonic()
+        async with self._moved:
+            self.version = batch.step + 1
+            self._moved.notify_all()
+        seconds = {"trials": batch.seconds, "train": trained - start, "push": pushed - trained}
+        self.out.step(batch.step, batch.trajectories, credited, report, seconds)
+
+    def _credit(self, batch: Batch) -> Credited:
+        settings = self.recipe.credit
+        return credit(
+            batch.trajectories, partial(group_advantages, scale=settings.scale, negative=settings.negative)
+        )
+
+    async def _train(self, credited: Credited) -> StepReport:
+        self.out.view.phase(f"training on {len(credited.samples)} segments")
+        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.gates)
+
+    def _sabotaged(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        if self.recipe.sabotage == "shuffle_advantages":
+            return sabotage.shuffle_advantages(samples, self.recipe.seed + self.version)
+        if self.recipe.sabotage == "permute_replay":
+            return sabotage.permute_replay(samples, self.recipe.seed + self.version)
+        return samples
+
+    async def _push(self) -> None:
+        self.out.view.phase("new weights to the engine")
+        path = self.shared / "weights.safetensors"
+        await self.trainer.export(path)
+        await self.engine.update(path, self.version + 1)
+        path.unlink()
+
+    def _check_share(self, batch: Batch) -> None:
+        """Every sampled token accounted for, and enough of them trainable."""
+        sampled = sum(t.fidelity.sampled for t in batch.trajectories)
+        trained = sum(t.fidelity.trained for t in batch.trajectories)
+        excluded = sum(sum(t.fidelity.excluded.values()) for t in batch.trajectories)
+        if sampled != trained + excluded:
+            raise GateError(f"{sampled} tokens sampled, but {trained} trainable and {excluded} excluded")
+        least = self.recipe.gates.min_trainable_share
+        if sampled and trained < least * sampled:
+            causes = [dict(t.fidelity.excluded) for t in batch.trajectories if t.fidelity.excluded]
+            raise GateError(
+                f"gates.min_trainable_share: {trained / sampled:.4f} of sampled tokens are trainable, "
+                f"wanted {least}; first causes: {causes[:3]}"
+            )

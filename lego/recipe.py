@@ -1,0 +1,187 @@
+"""A recipe: everything one run needs, as frozen values. Loading one imports neither torch nor vLLM."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from harnesses.base import Harness
+from harnesses.known import KNOWN
+from lego.engine.vllm import VllmServer
+from lego.learn.algorithms import GRPO, GSPO, Algorithm
+from lego.learn.client import TrainerSpec
+from lego.records import Sampling
+from lego.tasks.task import TaskSource
+from sandbox.base import Limits
+from sandbox.bubble import Bubblewrap
+
+Sabotage = Literal["none", "shuffle_advantages", "permute_replay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How trials are run and gathered."""
+
+    group_size: int = 8
+    """Trials of one task in one step; their mean reward is the baseline."""
+    tasks_per_step: int = 16
+    """Tasks visited in one step, in turn through the training tasks."""
+    concurrency: int = 8
+    """Trials alive at once."""
+    max_turns: int = 8
+    """Model calls that one trial may make."""
+    harness_timeout_s: float = 60.0
+    """Wall time of one harness run."""
+    staleness: int = 0
+    """Steps that sampling may run ahead of training; 0 is lockstep."""
+    limits: Limits = Limits(memory_gib=1.0, pids=128, cpus=1.0, disk_mib=64, deadline_s=120.0)
+    """What each agent box may use."""
+    max_unscored: float = 0.5
+    """Share of a step's trials without a reward that stops the run, with the first cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credit:
+    """From rewards to advantages."""
+
+    scale: Literal["none", "std"] = "none"
+    """Divide a group's centred rewards by their standard deviation, or not (Dr.GRPO)."""
+    negative: float = 1.0
+    """Factor on negative advantages; below 1 keeps a small policy from forgetting how to act."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates:
+    """What a step must hold; a breach stops the run with the cause."""
+
+    min_pearson: float = 0.999
+    """Correlation of sampled and trainer probabilities on the tokens of a batch."""
+    max_k3: float = 5e-4
+    """Mean k3 estimate of KL(sampler || trainer) on a batch sampled by the newest weights."""
+    min_routing_coverage: float = 1.0
+    """Share of trainable tokens whose experts were recorded and replayed."""
+    min_trainable_share: float = 0.99
+    """Share of sampled tokens that are trainable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Solve rates before and after training."""
+
+    train_attempts: int = 8
+    """Trials a training task at the end (and at the start, unless the first step visits all tasks)."""
+    heldout_attempts: int = 4
+    """Trials a held-out task, at the start and at the end."""
+
+
+ALGORITHMS: dict[str, type[Algorithm]] = {"gspo": GSPO, "grpo": GRPO}
+
+
+def _algorithm(words: list[str]) -> Algorithm:
+    return ALGORITHMS[words[0]]()
+
+
+def _chosen(value: object, choices: dict[str, type]) -> list[str]:
+    return [name for name, cls in choices.items() if type(value) is cls]
+
+
+HarnessByName = Annotated[
+    Harness,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(KNOWN) + "}",
+        instance_from_str=lambda words: KNOWN[words[0]](),
+        is_instance=lambda value: not isinstance(value, str),
+        str_from_instance=lambda value: [value.name],
+        choices=tuple(KNOWN),
+    ),
+]
+AlgorithmByName = Annotated[
+    Algorithm,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(ALGORITHMS) + "}",
+        instance_from_str=_algorithm,
+        is_instance=lambda value: isinstance(value, tuple(ALGORITHMS.values())),
+        str_from_instance=lambda value: _chosen(value, ALGORITHMS),
+        choices=tuple(ALGORITHMS),
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run: a policy learns tasks inside a harness."""
+
+    policy: Path
+    """Folder with the policy in HF layout: config.json, safetensors, tokenizer."""
+    tasks: tyro.conf.Fixed[TaskSource]
+    harness: HarnessByName
+    """The agent program (a name takes its defaults; set its fields in the recipe)."""
+    steps: int
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of task order, sampling and optimizer."""
+    cache: Path = Path("~/.cache/lego")
+    """Fetched harnesses and built tasks."""
+    run_dir: Path | None = None
+    """Run folder, new or empty; by default runs/<recipe>-<date>-<time>."""
+    algorithm: AlgorithmByName = GSPO()
+    """Policy loss (a name takes its defaults; set its fields in the recipe)."""
+    sampling: Sampling = Sampling()
+    rollout: Rollout = Rollout()
+    credit: Credit = Credit()
+    engine: VllmServer = field(default_factory=VllmServer)
+    trainer: TrainerSpec = field(default_factory=TrainerSpec)
+    sandbox: Bubblewrap = field(default_factory=Bubblewrap)
+    gates: Gates = Gates()
+    validation: Validation = Validation()
+    sabotage: Sabotage = "none"
+    """Break the run on purpose, to see that learning and gates are real."""
+
+    def problems(self) -> Iterator[str]:
+        """Each thing that cannot be, as `field: value, wanted`; empty when the recipe can run."""
+        yield from _ranges(self)
+        full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
+        if not full:
+            yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
+        if not (self.policy / "config.json").is_file():
+            yield f"policy: {self.policy} has no config.json; wanted a model folder in HF layout"
+        if self.sampling.max_tokens >= self.engine.max_model_len:
+            yield (
+                f"sampling.max_tokens: {self.sampling.max_tokens}, "
+                f"wanted less than engine.max_model_len {self.engine.max_model_len}"
+            )
+        if self.trainer.token_budget < self.engine.max_model_len:
+            yield (
+                f"trainer.token_budget: {self.trainer.token_budget}, "
+                f"wanted at least engine.max_model_len {self.engine.max_model_len}"
+            )
+
+
+def _ranges(recipe: Recipe) -> Iterator[str]:
+    rollout, credit, sampling = recipe.rollout, recipe.credit, recipe.sampling
+    least = {
+        "steps": (recipe.steps, 1),
+        "rollout.group_size": (rollout.group_size, 2),
+        "rollout.tasks_per_step": (rollout.tasks_per_step, 1),
+        "rollout.concurrency": (rollout.concurrency, 1),
+        "rollout.max_turns": (rollout.max_turns, 1),
+        "rollout.staleness": (rollout.staleness, 0),
+        "validation.train_attempts": (recipe.validation.train_attempts, 1),
+        "validation.heldout_attempts": (recipe.validation.heldout_attempts, 0),
+        "sampling.max_tokens": (sampling.max_tokens, 1),
+    }
+    for name, (value, low) in least.items():
+        if value < low:
+            yield f"{name}: {value}, wanted {low} or more"
+    for name, value in {
+        "sampling.temperature": sampling.temperature,
+        "rollout.harness_timeout_s": rollout.harness_timeout_s,
+    }.items():
+        if not value > 0:
+            yield f"{name}: {value}, wanted more than 0"
+    if not 0 <= credit.negative <= 1:
+        yield f"credit.negative: {credit.negative}, wanted 0 to 1"

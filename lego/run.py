@@ -1,0 +1,150 @@
+"""One run from its recipe to its report: opens the parts, hands them to the loop, closes them again."""
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lego.capture.server import Proxy
+from lego.capture.session import Limits as SessionLimits
+from lego.chat.render import Renderer
+from lego.cli import described
+from lego.engine.base import Engine
+from lego.engine.folder import read_model_folder
+from lego.learn.client import Trainer
+from lego.loop import Loop
+from lego.observe.account import SPLITS, Account
+from lego.observe.interval import Rate
+from lego.observe.memory import PeakMemory
+from lego.observe.outputs import Outputs
+from lego.observe.store import open_run
+from lego.observe.terminal import View, open_view
+from lego.recipe import Recipe
+from lego.rollout.trial import Trials
+from lego.structured import together
+from lego.tasks.verdict import Grader
+from sandbox.base import Mount
+
+SHM = Path("/dev/shm")
+MARK = "lego-run-"
+
+
+async def run(recipe: Recipe, folder: Path, title: str) -> None:
+    """Trains as the recipe says; everything it found out lies in `folder` afterwards."""
+    with open_run(folder) as store, _log_file(folder / "run.log"), open_view(title) as view, shared_folder() as shared:
+        store.document("recipe.json", described(recipe))
+        memory = PeakMemory()
+        out = Outputs(store=store, view=view, account=Account(memory))
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(memory.watch())
+                await _opened(recipe, folder, out, shared)
+                watching.cancel()
+        finally:
+            store.document("summary.json", out.account.summary())
+    _report(view, folder, out.account)
+
+
+async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> None:
+    """Tasks, harness, engine, trainer and proxy opened, trained with, and closed."""
+    cache = recipe.cache.expanduser()
+    mounts = recipe.harness.mounts(cache)
+    recipe.sandbox.probe()
+    await recipe.sandbox.reap()
+    out.view.phase("tasks")
+    tasks = await recipe.tasks.build(cache, recipe.sandbox, out.view.progress)
+    out.view.phase("starting engine and trainer")
+    async with (
+        together(
+            recipe.engine.open(recipe.policy, folder / "logs", seed=recipe.seed),
+            recipe.trainer.open(recipe.policy, folder, recipe.algorithm, temperature=recipe.sampling.temperature),
+        ) as (engine, trainer),
+        _proxy(recipe, engine).open() as proxy,
+    ):
+        trials = _trials(recipe, mounts, proxy, folder)
+        await Loop(recipe, tasks, trials, engine, trainer, out, shared).run()
+        await _keep(trainer, out.view, folder)
+
+
+def _proxy(recipe: Recipe, engine: Engine) -> Proxy:
+    experts = read_model_folder(recipe.policy).experts
+    limits = SessionLimits(
+        context_tokens=recipe.engine.max_model_len,
+        max_turns=recipe.rollout.max_turns,
+        experts=experts if experts and recipe.engine.routing else None,
+    )
+    return Proxy(engine=engine, renderer=Renderer.load(recipe.policy), sampling=recipe.sampling, limits=limits)
+
+
+def _trials(recipe: Recipe, mounts: tuple[Mount, ...], proxy: Proxy, folder: Path) -> Trials:
+    return Trials(
+        sandbox=recipe.sandbox,
+        harness=recipe.harness,
+        mounts=mounts,
+        proxy=proxy,
+        grader=Grader(recipe.sandbox, folder / "verdicts.jsonl"),
+        limits=recipe.rollout.limits,
+        context_tokens=recipe.engine.max_model_len,
+        output_tokens=recipe.sampling.max_tokens,
+        timeout_s=recipe.rollout.harness_timeout_s,
+    )
+
+
+async def _keep(trainer: Trainer, view: View, folder: Path) -> None:
+    """The checkpoint to go on from, and the policy for everyone else."""
+    view.phase("checkpoint and export")
+    await trainer.save(folder / "checkpoint")
+    await trainer.save_hf(folder / "policy")
+
+
+def _report(view: View, folder: Path, account: Account) -> None:
+    """The end table and where to look."""
+    rates = account.rates
+    rows = [(split, *(str(rates[moment].get(split, Rate(0, 0))) for moment in rates)) for split in SPLITS]
+    s = account.summary()
+    view.report(
+        ("tasks", "solved at the start, 95 %", "solved at the end, 95 %"),
+        rows,
+        (
+            f"Pearson {s['pearson']}  k3 {s['k3']}  routing coverage {s['routing_coverage']}  "
+            f"trainable share {s['trainable_share']}",
+            f"{s['trials']} trials, {s['verdicts_reused']} verdicts reused, peak memory {s['peak_rss_gib']:.1f} GiB",
+            f"numbers: {folder / 'summary.json'}   every trial: {folder / 'trials.jsonl'}",
+            f"trained policy: {folder / 'policy'}   curves: tensorboard --logdir {folder / 'tensorboard'}",
+        ),
+    )
+    view.picture(folder / "screen.svg")
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Sends the log of this program to the run folder, and only there."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder in shared memory, removed at the end; those of dead runs are removed first."""
+    home = SHM if os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
+    for old in home.glob(f"{MARK}*"):
+        owner = re.match(rf"{MARK}(\d+)-", old.name)
+        if owner and not Path("/proc", owner[1]).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{MARK}{os.getpid()}-", dir=home) as folder:
+        yield Path(folder)

@@ -1,0 +1,29 @@
+"""Structured concurrency that asyncio lacks: entering several contexts at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+
+@asynccontextmanager
+async def together(*managers: AbstractAsyncContextManager[Any]) -> AsyncIterator[tuple[Any, ...]]:
+    """Enters all managers side by side, each in its own task, and leaves them side by side.
+
+    If one fails to enter, the others are cancelled or left again, and its error is raised.
+    """
+    leave = asyncio.Event()
+    ready = [asyncio.get_running_loop().create_future() for _ in managers]
+
+    async def hold(manager: AbstractAsyncContextManager[Any], entered: asyncio.Future[Any]) -> None:
+        async with manager as value:
+            entered.set_result(value)
+            await leave.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for manager, entered in zip(managers, ready, strict=True):
+            group.create_task(hold(manager, entered))
+        try:
+            yield tuple([await entered for entered in ready])
+        finally:
+            leave.set()

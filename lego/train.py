@@ -1,0 +1,21 @@
+"""`python -m lego.train RECIPE.py [flags]`: trains as a recipe says."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from lego.cli import guarded, parse
+
+
+def main() -> None:
+    """The command line."""
+    path, recipe = parse(sys.argv[1:], "python -m lego.train")
+    from lego.run import run  # heavy, so only once the flags are right
+
+    folder = recipe.run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    asyncio.run(run(recipe, folder, path.stem))
+
+
+if __name__ == "__main__":
+    guarded(main)

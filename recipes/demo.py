@@ -1,0 +1,37 @@
+"""The front door: a tiny policy learns to fix one-token bugs in real packages, inside real Codex, on a laptop.
+
+    make demo            # or: python -m lego.train recipes/demo.py --seed 1 --harness pi
+
+Every link is real: vLLM samples, Codex acts, bubblewrap isolates, the packages' own tests judge, torchtitan trains.
+Only the sizes are small.
+"""
+
+from pathlib import Path
+
+from harnesses.codex import Codex
+from lego.engine.vllm import VllmServer
+from lego.learn.algorithms import GSPO
+from lego.learn.client import TrainerSpec
+from lego.recipe import Credit, Recipe, Rollout, Validation
+from lego.records import Sampling
+from lego.tasks.mutants import DemoTasks
+
+HERE = Path(__file__).parent
+
+recipe = Recipe(
+    # 1.x M parameters, warm-started by a random explorer that never saw an answer (tools/demo_policy).
+    policy=HERE.parent / "tools" / "demo_policy" / "policy",
+    tasks=DemoTasks(index=HERE / "demo_tasks.json"),
+    harness=Codex(instructions="You fix bugs."),
+    steps=8,
+    # One update a batch: the ratio is 1 and the clip never bites, which is what so small a policy wants.
+    algorithm=GSPO(),
+    # Full weight on failures makes a policy of this size forget how to act at all.
+    credit=Credit(scale="none", negative=0.3),
+    sampling=Sampling(temperature=1.0, max_tokens=96),
+    # Every step visits every training task, so step 0 is also the start measurement.
+    rollout=Rollout(group_size=8, tasks_per_step=20, concurrency=6, max_turns=5, harness_timeout_s=60.0),
+    engine=VllmServer(dtype="float32", max_model_len=1024, max_num_seqs=16, kv_cache_mib=128),
+    trainer=TrainerSpec(lr=5e-4, token_budget=8192, dtype="float32", threads=2),
+    validation=Validation(train_attempts=8, heldout_attempts=4),
+)

@@ -1,0 +1,331 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lego.capture.session import ContextExceeded, Limits, Session, SessionClosed, TurnLimit, fault
+from lego.chat.messages import Message, Tool, ToolCall, read_messages
+from lego.records import Drift, Outcome, Sampling, VersionSpan
+from tests.capture.double import EXPERTS, generation
+
+SPEC = {"name": "bash", "parameters": {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}}
+TOOLS = (Tool("bash", json.dumps({"type": "function", "function": SPEC})),)
+SAMPLING = Sampling(max_tokens=1000)
+USER = Message("user", "U")
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"n": 1.0, "s": "é"}}\n</tool_call><|im_end|>'
+
+
+def session(renderer, **limits) -> Session:
+    return Session("abc", renderer, Limits(**{"context_tokens": 100_000, "experts": EXPERTS} | limits))
+
+
+def ids(renderer, text: str) -> list[int]:
+    return renderer._vocabulary.encode(text)
+
+
+def call(s, renderer, messages, text=CALL, *, tools=TOOLS, hint=Drift.NONE, **changes):
+    plan = s.plan(tuple(messages), tools, hint)
+    output = ids(renderer, text)
+    made = generation(plan.prompt_ids, output, start=plan.routing_start, **changes)
+    turn = s.add(plan, made, sampling=SAMPLING)
+    return turn, s.answers[turn.index].message
+
+
+def result(answer: Message, text: str = "R") -> Message:
+    return Message("tool", text, call_id=answer.calls[0].id)
+
+
+def retold(answer: Message, arguments: str, *, name: str | None = None) -> Message:
+    old = answer.calls[0]
+    return Message("assistant", answer.text, answer.reasoning, (ToolCall(old.id, name or old.name, arguments),))
+
+
+def test_a_continued_history_extends_the_turn_token_for_token(renderer):
+    s = session(renderer)
+    first, answer = call(s, renderer, [USER])
+    second, _ = call(s, renderer, [USER, answer, result(answer)], "ok<|im_end|>")
+    before = np.concatenate([first.prompt_ids, first.generation.output_ids])
+    assert (second.parent, second.drift) == (0, Drift.NONE)
+    assert np.array_equal(second.prompt_ids[: len(before)], before)
+    (segment,) = s.segments()
+    assert segment.mask_T.sum() == len(first.generation.output_ids) + len(second.generation.output_ids)
+    newline = len(before)
+    assert segment.mask_T[newline - 1] and not segment.mask_T[newline]
+
+
+def test_a_split_that_no_encoder_would_choose_is_kept(renderer):
+    s = session(renderer)
+    output = [*ids(renderer, "a"), 300, 301, *ids(renderer, "<|im_end|>")]
+    plan = s.plan((USER,), TOOLS)
+    s.add(plan, generation(plan.prompt_ids, output), sampling=SAMPLING)
+    told = Message("assistant", s.answers[0].message.text)
+    again = s.plan((USER, told, Message("user", "V")), TOOLS)
+    assert again.prompt_ids[len(plan.prompt_ids) :][: len(output)].tolist() == output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"s":"é","n":1}', '{"n": 1e0, "s": "\\u00e9"}', ' {"n":7,"n":1.00,"s":"é"}\n', '{"n":1,"s":"é","all":false}'],
+)
+def test_arguments_are_joined_by_value(renderer, arguments):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER])
+    assert s.plan((USER, retold(answer, arguments), result(answer)), TOOLS).parent == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"n":2,"s":"é"}', '{"n":true,"s":"é"}', '{"n":1,"s":"é","all":true}', '{"n":1}', "x"]
+)
+def test_edited_arguments_start_a_new_root(renderer, arguments):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER])
+    plan = s.plan((USER, retold(answer, arguments), result(answer)), TOOLS)
+    assert (plan.parent, plan.drift, plan.routing_start) == (None, Drift.EDITED, 0)
+
+
+def test_large_integers_are_compared_as_javascript_doubles(renderer):
+    s = session(renderer)
+    text = CALL.replace("1.0", "12345678901234567890")
+    _, answer = call(s, renderer, [USER], text)
+    told = retold(answer, '{"n":12345678901234567000,"s":"é"}')
+    assert s.plan((USER, told, result(answer)), TOOLS).parent == 0
+
+
+@pytest.mark.parametrize("text", ['{"name": "bash", "arguments": {"n": }', '{"name": "unknown", "arguments": {}}'])
+def test_a_call_that_could_not_run_is_joined_by_its_id_alone(renderer, text):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER], f"<tool_call>\n{text}\n</tool_call><|im_end|>")
+    assert s.plan((USER, retold(answer, '{"tool":"x"}', name="invalid"), result(answer)), TOOLS).parent == 0
+
+
+def test_a_text_answer_is_joined_by_its_content_without_ids(renderer):
+    s = session(renderer)
+    call(s, renderer, [USER], "hello <|im_end|>")
+    for told in ("hello", " hello\n", [{"type": "text", "text": "hello"}]):
+        raw = [
+            {"role": "user", "content": "U"},
+            {"role": "assistant", "content": told},
+            {"role": "user", "content": "V"},
+        ]
+        assert s.plan(read_messages(raw), TOOLS).parent == 0
+
+
+def test_an_edit_behind_a_matching_answer_starts_a_new_root(renderer):
+    s = session(renderer)
+    _, a = call(s, renderer, [USER])
+    _, b = call(s, renderer, [USER, a, result(a)])
+    turn, _ = call(s, renderer, [USER, a, result(a, "[cleared]"), b, result(b)])
+    assert (turn.parent, turn.drift) == (None, Drift.EDITED)
+    assert len(s.segments()) == 2 and s.fidelity().trained == s.fidelity().sampled
+
+
+def test_dropped_reasoning_starts_a_new_root_with_its_class(renderer):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER], "<think>\nplan A\n</think>\n\nok<|im_end|>")
+    assert answer == Message("assistant", "ok", "plan A")
+    kept = s.plan((USER, Message("assistant", "ok", "plan A\n"), Message("user", "V")), TOOLS)
+    turn, _ = call(s, renderer, [USER, Message("assistant", "ok"), Message("user", "V")])
+    assert kept.parent == 0 and (turn.parent, turn.drift) == (None, Drift.REASONING_DROPPED)
+    assert len(s.segments()) == 2
+
+
+def test_a_retried_request_is_a_sibling_and_only_the_answer_gone_on_from_is_trained(renderer):
+    s = session(renderer)
+    _, lost = call(s, renderer, [USER])
+    twin, answer = call(s, renderer, [USER])
+    assert (twin.parent, twin.drift) == (None, Drift.RETRY_TWIN) and lost.calls[0].id != answer.calls[0].id
+    assert s.fidelity().excluded == {"superseded": len(twin.generation.output_ids)}
+    child, _ = call(s, renderer, [USER, lost, result(lost)], "ok<|im_end|>")
+    assert child.parent == 0
+    (segment,) = s.segments()
+    assert segment.mask_T.sum() == s.fidelity().trained == len(ids(renderer, CALL)) + 3
+
+
+def test_a_lost_answer_is_not_trained_unless_the_harness_goes_on_from_it(renderer):
+    s = session(renderer)
+    turn, answer = call(s, renderer, [USER])
+    s.lost(turn.index)
+    assert s.fidelity().excluded == {"undelivered": len(turn.generation.output_ids)} and not s.segments()
+    s.plan((USER, answer, result(answer)), TOOLS)
+    assert s.fidelity().excluded == {}
+
+
+def test_a_side_request_is_never_trained_whichever_comes_first(renderer):
+    title = [Message("system", "You make titles"), USER]
+    for order in (0, 1):
+        s = session(renderer)
+        for main in (order, 1 - order):
+            call(s, renderer, [USER] if main else title, tools=TOOLS if main else ())
+        assert list(s.fidelity().excluded) == ["side_request"] and len(s.segments()) == 1
+
+
+def test_a_compaction_known_by_its_label_is_a_segment_of_its_own(renderer):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER])
+    turn, _ = call(
+        s, renderer, [USER, answer, result(answer), Message("user", "sum up")], tools=(), hint=Drift.COMPACTION
+    )
+    assert (turn.parent, turn.drift) == (None, Drift.COMPACTION) and len(s.segments()) == 2
+
+
+def test_a_subagent_runs_beside_its_parent(renderer):
+    s = session(renderer)
+    main, answer = call(s, renderer, [Message("system", "S"), USER])
+    sub, _ = call(s, renderer, [Message("system", "T"), USER])
+    after, _ = call(s, renderer, [Message("system", "S"), USER, answer, result(answer)])
+    assert [t.drift for t in (main, sub, after)] == [Drift.FIRST, Drift.SUBAGENT, Drift.NONE] and after.parent == 0
+
+
+def test_the_boundary_row_of_a_turn_comes_from_the_next(renderer):
+    s = session(renderer)
+    first, answer = call(s, renderer, [USER])
+    boundary = len(first.prompt_ids) + len(first.generation.output_ids) - 1
+    second, _ = call(s, renderer, [USER, answer, result(answer)])
+    assert second.generation.routing_start == boundary
+    (segment,) = s.segments()
+    assert segment.routed_T[:-1].all() and not segment.routed_T[-1]
+    assert np.array_equal(segment.routing_TLK[boundary], second.generation.routing[0])
+    assert segment.routing_TLK.dtype == np.uint8
+
+
+def test_the_first_capture_of_a_routing_row_wins(renderer):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    s.add(plan, generation(plan.prompt_ids, ids(renderer, CALL)), sampling=SAMPLING)
+    answer = s.answers[0].message
+    plan = s.plan((USER, answer, result(answer)), TOOLS)
+    made = generation(plan.prompt_ids, ids(renderer, CALL), start=0)
+    made.routing[: plan.routing_start] = [6, 7]
+    s.add(plan, made, sampling=SAMPLING)
+    (segment,) = s.segments()
+    assert not (segment.routing_TLK[: plan.routing_start] == [6, 7]).all()
+
+
+def test_versions_are_kept_for_every_token(renderer):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    made = generation(plan.prompt_ids, [1, 2, 3])
+    spans = (VersionSpan(version=4, start=0, stop=1), VersionSpan(version=5, start=1, stop=3))
+    s.add(plan, replace(made, versions=spans), sampling=SAMPLING)
+    (segment,) = s.segments()
+    assert segment.versions_T[-4:].tolist() == [-1, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes"),
+    [
+        ("prompt_length", lambda g: {"prompt_len": g.prompt_len + 1}),
+        ("output_ids", lambda g: {"output_ids": g.output_ids[:0]}),
+        ("logprobs", lambda g: {"logprobs": g.logprobs[1:]}),
+        ("logprobs", lambda g: {"logprobs": g.logprobs * np.nan}),
+        ("logprobs", lambda g: {"logprobs": g.logprobs + 1}),
+        ("versions", lambda g: {"versions": ()}),
+        ("versions", lambda g: {"versions": (VersionSpan(version=0, start=1, stop=3),)}),
+        ("finish", lambda g: {"finish": "abort"}),
+        ("routing_missing", lambda g: {"routing": None}),
+        ("routing_rows", lambda g: {"routing": g.routing[1:]}),
+        ("routing_start", lambda g: {"routing": g.routing[1:], "routing_start": 1}),
+        ("routing_rows", lambda g: {"routing": np.concatenate([g.routing, g.routing[:1]])}),
+        ("routing_experts", lambda g: {"routing": g.routing + np.uint8(EXPERTS)}),
+        ("routing_repeats", lambda g: {"routing": g.routing * 0}),
+    ],
+)
+def test_a_broken_invariant_makes_the_turn_untrainable_and_is_counted(renderer, cause, changes):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    good = generation(plan.prompt_ids, [1, 2, 3])
+    assert fault(plan, good, SAMPLING, EXPERTS) is None
+    turn = s.add(plan, replace(good, **changes(good)), sampling=SAMPLING)
+    assert turn.rejected == cause and not s.segments()
+    assert s.fidelity().excluded == {cause: len(turn.generation.output_ids)}
+
+
+@pytest.mark.parametrize("broken", [lambda rows: None, lambda rows: rows * 0])
+def test_a_rejected_turn_is_context_but_neither_it_nor_its_rows_are_trained_on(renderer, broken):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    made = generation(plan.prompt_ids, ids(renderer, CALL))
+    s.add(plan, replace(made, routing=broken(made.routing)), sampling=SAMPLING)
+    answer = s.answers[0].message
+    child, _ = call(s, renderer, [USER, answer, result(answer)], "ok<|im_end|>")
+    (segment,) = s.segments()
+    assert child.parent == 0 and segment.mask_T.sum() == 3 and segment.routed_T[:-1].all()
+    assert (segment.routing_TLK[:-1, 0, 0] == segment.ids_T[:-1] % EXPERTS).all()
+
+
+def test_limits_refuse_the_call_and_name_the_breach(renderer):
+    s = session(renderer, max_turns=1)
+    call(s, renderer, [USER])
+    with pytest.raises(TurnLimit):
+        s.plan((USER,), TOOLS)
+    assert s.breach is Outcome.TURN_LIMIT
+    s = session(renderer, context_tokens=10)
+    with pytest.raises(ContextExceeded, match="limit 10"):
+        s.plan((USER,), TOOLS)
+    assert s.breach is Outcome.CONTEXT_EXCEEDED
+    s.close()
+    with pytest.raises(SessionClosed):
+        s.plan((USER,), TOOLS)
+
+
+WORDS = st.sampled_from(["ok", "go on", "<think>\nhm\n</think>\n\nok", CALL.removesuffix("<|im_end|>")])
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 30),
+        st.sampled_from(["go", "go", "go", "fork", "fork", "edit", "root", "lose", "cut", "fail", "cancel"]),
+        WORDS,
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_whatever_the_harness_does_every_sampled_token_is_trained_once_or_excluded_with_a_cause(renderer, steps):
+    s = session(renderer)
+    histories: list[tuple[Message, ...]] = [(USER,)]
+    for pick, action, words in steps:
+        history = histories[pick % len(histories)]
+        if action == "edit":
+            history = (Message("user", f"edited {len(histories)}"), *history[1:])
+        if action == "fork":
+            history = (*history[:-1], replace(history[-1], text=f"fork {len(histories)}"))
+        if action == "root":
+            history = (Message("user", f"root {len(histories)}"),)
+        _step(s, renderer, history, action, words, histories)
+    _check(s)
+
+
+def _step(s, renderer, history, action, words, histories):
+    plan = s.plan(history, TOOLS)
+    if plan.parent is not None:
+        parent = s.turns[plan.parent]
+        before = np.concatenate([parent.prompt_ids, parent.generation.output_ids])
+        assert np.array_equal(plan.prompt_ids[: len(before)], before)
+    if action == "cancel":
+        s.cancel(plan, sampling=SAMPLING)
+        return
+    cut = action == "cut"
+    output = ids(renderer, words if cut else words + "<|im_end|>")
+    made = generation(plan.prompt_ids, output, start=plan.routing_start, finish="length" if cut else "stop")
+    turn = s.add(plan, replace(made, versions=()) if action == "fail" else made, sampling=SAMPLING)
+    if action == "lose":
+        s.lost(turn.index)
+    answer = s.answers[turn.index].message
+    follow = result(answer) if answer.calls else Message("user", "more")
+    histories.append((*history, answer, follow))
+
+
+def _check(s):
+    segments, fidelity = s.segments(), s.fidelity()
+    assert fidelity.sampled == fidelity.trained + sum(fidelity.excluded.values())
+    assert fidelity.sampled == sum(len(t.generation.output_ids) for t in s.turns)
+    assert sum(int(g.mask_T.sum()) for g in segments) == fidelity.trained
+    for g in segments:
+        assert g.mask_T.any() and (g.logprobs_T[~g.mask_T] == 0).all() and (g.logprobs_T[g.mask_T] < 0).all()
+        assert ((g.versions_T >= 0) == g.mask_T).all() and g.routed_T[:-1].all()
+        assert (g.routing_TLK[:-1, 0, 0] == g.ids_T[:-1] % EXPERTS).all()

@@ -1,0 +1,25 @@
+"""Real things that several packages test against, made once a run."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.tiny import write_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3-MoE folder; read only."""
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
+    """A real server of `tiny_model` in float32 with routing; a test that changes its weights puts the old ones back."""
+    from lego.engine.vllm import VllmServer
+
+    spec = VllmServer(dtype="float32", kv_cache_mib=64, max_num_seqs=16)
+    async with spec.open(tiny_model, tmp_path_factory.mktemp("vllm")) as engine:
+        yield engine

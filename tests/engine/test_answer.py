@@ -1,0 +1,138 @@
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lego.engine.answer import Asked, parse_answer, request_body
+from lego.engine.folder import ModelFolder
+from lego.errors import EngineError
+from lego.records import Generation, Sampling
+
+MODEL = ModelFolder(
+    path=Path("m"), stop_ids=(9,), vocab_size=10, experts=4, experts_per_token=2, layers=3, moe_layers=(0, 1, 2)
+)
+ROWS = 7  # prompt 5, output 3
+
+
+def rows(n: int = ROWS) -> np.ndarray:
+    return np.tile(np.array([1, 3], np.uint8), (n, 3, 1))
+
+
+def encode(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "token_ids": [4, 5, 9],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in (4, 5, 9)]},
+        "routed_experts": encode(rows()),
+        "weight_versions": [{"version": "0", "start": 0, "end": 3}],
+    }
+    return {"choices": [choice | changes], "usage": {"prompt_tokens": 5}}
+
+
+def parse(answer: dict[str, Any], *, start: int | None = 0, model: ModelFolder = MODEL) -> Generation:
+    asked = Asked(
+        model=model, prompt_len=5, sampling=Sampling(max_tokens=3), stop_ids=model.stop_ids, routing_start=start
+    )
+    return parse_answer(answer, asked)
+
+
+def test_a_good_answer_is_taken_as_it_is():
+    got = parse(body())
+    assert (got.prompt_len, got.output_ids.tolist(), got.finish, got.routing_start) == (5, [4, 5, 9], "stop", 0)
+    assert got.routing is not None and got.routing.shape == (7, 3, 2)
+    assert [(v.version, v.start, v.stop) for v in got.versions] == [(0, 0, 3)]
+
+
+def test_rows_before_the_start_are_neither_asked_for_nor_expected():
+    sent = request_body(np.arange(5, dtype=np.int32), Sampling(), (9,), 4)
+    assert sent["sampling_params"]["routed_experts_prompt_start"] == 4
+    got = parse(body(routed_experts=encode(rows(3))), start=4)
+    assert got.routing_start == 4 and got.routing is not None and len(got.routing) == 3
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_prompt_5_and_output_3_need_7_routing_rows(n: int):
+    with pytest.raises(EngineError, match=f"{n} routing rows, wanted 7"):
+        parse(body(routed_experts=encode(rows(n))))
+
+
+def test_zero_rows_out_of_a_cache_are_refused_with_their_place():
+    bad = rows()
+    bad[:4] = 0
+    with pytest.raises(EngineError, match="12 routing rows repeat an expert, first row 0 layer 0"):
+        parse(body(routed_experts=encode(bad)))
+
+
+def test_an_expert_id_equal_to_the_expert_count_is_refused():
+    bad = rows()
+    bad[6, 2] = (1, 4)
+    with pytest.raises(EngineError, match="expert id 4, wanted below 4"):
+        parse(body(routed_experts=encode(bad)))
+
+
+def test_rows_of_dense_layers_are_left_out_not_taken_for_zeros():
+    model = ModelFolder(
+        path=Path("m"), stop_ids=(9,), vocab_size=10, experts=4, experts_per_token=2, layers=3, moe_layers=(1, 2)
+    )
+    with_dense = rows()
+    with_dense[:, 0] = 0
+    got = parse(body(routed_experts=encode(with_dense)), model=model)
+    assert got.routing is not None and got.routing.shape == (7, 2, 2) and got.routing.all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"finish_reason": "abort"}, "finish_reason 'abort' after 3 tokens"),
+        ({"finish_reason": None}, "finish_reason None"),
+        ({"token_ids": []}, "sampled 0 tokens, asked for 1 to 3"),
+        ({"token_ids": [4, 5, 6, 9]}, "sampled 4 tokens"),
+        ({"token_ids": [4, 5, 6]}, "stopped at token 6"),
+        ({"token_ids": [4, 10, 9]}, "vocabulary of 10"),
+        ({"logprobs": {"content": [{"token_id": 4, "logprob": -0.5}]}}, "3 output ids but 1 logprobs"),
+        ({"logprobs": {"content": [{"token_id": 4, "logprob": -0.5}] * 3}}, "logprob 1 of 3 is of token 4, not 5"),
+        (
+            {"logprobs": {"content": [{"token_id": i, "logprob": -9999.0} for i in (4, 5, 9)]}},
+            "logprob 0 of 3 is -9999",
+        ),
+        ({"logprobs": None}, "lacks a field"),
+        ({"routed_experts": None}, "no routed experts"),
+        ({"routed_experts": "AAAA"}, "unreadable"),
+        ({"routed_experts": encode(rows()[:, :2])}, "(2, 2), wanted (3, 2)"),
+        ({"routed_experts": encode(rows().astype(np.int32))}, "int32 expert id"),
+        ({"weight_versions": None}, "cover [] of 3"),
+        ({"weight_versions": [{"version": "0", "start": 0, "end": 2}]}, "cover [(0, 2)] of 3"),
+        ({"weight_versions": [{"version": "0", "start": 1, "end": 3}]}, "cover [(1, 3)] of 3"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "version 'default'"),
+    ],
+)
+def test_an_answer_that_is_not_as_asked_is_an_engine_error(changes: dict[str, Any], words: str):
+    with pytest.raises(EngineError, match=re.escape(words)):
+        parse(body(**changes))
+
+
+def test_another_prompt_length_than_sent_is_an_engine_error():
+    answer = body()
+    answer["usage"]["prompt_tokens"] = 4
+    with pytest.raises(EngineError, match="saw 4 prompt tokens, 5 were sent"):
+        parse(answer)
+
+
+def test_every_sampling_field_of_the_record_is_sent_and_all_others_are_neutral():
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, max_tokens=33, seed=5)
+    sent = request_body(np.array([1, 2], np.int32), sampling, (9, 8), 0)["sampling_params"]
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_tokens": 33, "seed": 5}
+    neutral = {"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+    assert wanted.items() | neutral.items() <= {k: v for k, v in sent.items() if not isinstance(v, list)}.items()
+    assert (sent["stop"], sent["stop_token_ids"], sent["logprobs"]) == ([], [9, 8], 0)
+    assert request_body(np.array([1], np.int32), Sampling(), (9,), 0)["sampling_params"]["top_k"] == 0

@@ -1,0 +1,124 @@
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lego.errors import GateError, TrainerError, UsageError
+from lego.learn.algorithms import GRPO
+from lego.learn.client import TrainerSpec
+from lego.records import Sample
+from tests.learn.samples import sample
+from tests.tiny import write_model
+
+SPEC = TrainerSpec(lr=1e-3, token_budget=128, threads=1)
+TWO = TrainerSpec(lr=1e-3, token_budget=128, threads=2, world_size=2, expert_parallel=2, stall_s=6.0)
+
+
+@dataclass(frozen=True)
+class Gates:
+    min_pearson: float = 0.999
+    max_k3: float = 5e-4
+    min_routing_coverage: float = 1.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def samples(n=7):
+    rng = np.random.default_rng(0)
+    return [sample(rng, int(length)) for length in rng.integers(20, 100, n)]
+
+
+def rank_pids(root: int) -> dict[int, int]:
+    """Process ids of the ranks below the launcher, by rank."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    tree, found = {root}, {}
+    while grown := {p for p, parent in parents.items() if parent in tree} - tree:
+        tree |= grown
+    for pid in tree:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(e[5:]): pid for e in environment if e.startswith(b"RANK=")}
+    return found
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    left, right = load_file(a), load_file(b)
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(folder, tmp_path):
+    """Sharded over two ranks (FSDP2, experts split): same loss and weights; their checkpoint continues on one."""
+    made, algorithm = samples(), GRPO()
+    async with TWO.open(folder, tmp_path / "two", algorithm) as two:
+        first = await two.step(made)
+        await two.export(tmp_path / "two.safetensors")
+        await two.save(tmp_path / "checkpoint")
+        second = await two.step(made)
+        lost = [*made[1:], Sample(segment=made[0].segment, advantage=float("inf"), weight=1.0)]
+        with pytest.raises(TrainerError, match="no rank stepped"):
+            await two.step(lost)
+    async with SPEC.open(folder, tmp_path / "one", algorithm) as one:
+        alone = await one.step(made)
+        await one.export(tmp_path / "one.safetensors")
+        await one.load(tmp_path / "checkpoint")
+        resumed = await one.step(made)
+        with pytest.raises(GateError, match="did not step"):
+            await one.step(made, Gates())
+        await one.save_hf(tmp_path / "hf")
+    assert first.loss == pytest.approx(alone.loss, abs=1e-5)
+    assert first.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
+    assert first.rows_replayed == alone.rows_replayed == alone.rows_needed == 3 * alone.fed
+    assert largest_difference(tmp_path / "two.safetensors", tmp_path / "one.safetensors") < 1e-5
+    assert largest_difference(tmp_path / "one.safetensors", folder / "model.safetensors") > 1e-4
+    assert resumed.loss == pytest.approx(second.loss, abs=1e-5)
+    assert resumed.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert resumed.metrics()["train/routing_coverage"] == 1.0
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "no progress for 6 s")])
+async def test_a_dead_or_stuck_rank_is_named(folder, tmp_path, number, says):
+    with pytest.raises(TrainerError, match=f"rank 1 failed: {says}"):
+        async with TWO.open(folder, tmp_path / "run") as trainer:
+            ranks = rank_pids(trainer.pid)
+            assert sorted(ranks) == [0, 1]
+            os.kill(ranks[1], number)
+            await trainer.step(samples())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+async def test_a_missing_model_folder_is_one_clear_message(tmp_path):
+    with pytest.raises(UsageError, match="no-such-model has no config.json"):
+        async with SPEC.open(tmp_path / "no-such-model", tmp_path / "run"):
+            pass
+
+
+async def test_a_model_that_does_not_fit_its_files_is_the_users_error(tmp_path):
+    folder = write_model(tmp_path / "m", num_hidden_layers=2)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(UsageError, match=r"tensors have no place in this model: model.layers.1"):
+        async with SPEC.open(folder, tmp_path / "run"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lr", 0.0), ("world_size", 0), ("token_budget", 0), ("threads", 0), ("expert_parallel", 3)]
+)
+def test_a_trainer_that_cannot_be_is_refused_by_field(field, value):
+    with pytest.raises(ValueError, match=rf"trainer\.{field}"):
+        TrainerSpec(**{field: value})

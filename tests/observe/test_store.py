@@ -1,0 +1,56 @@
+"""The run folder is strict JSON, refuses another run's folder, and its curves can be read back."""
+
+import json
+import math
+
+import pytest
+from tests.factories import trajectory
+
+from lego.errors import UsageError
+from lego.observe.interval import Rate
+from lego.observe.store import open_run
+
+
+def test_numbers_that_json_lacks_are_written_as_strings(tmp_path):
+    with open_run(tmp_path / "r") as store:
+        store.metrics(0, {"a": math.nan, "b": 1.5})
+        store.document("summary.json", {"x": [math.inf]})
+    assert json.loads((tmp_path / "r/metrics.jsonl").read_text()) == {"step": 0, "a": "nan", "b": 1.5}
+    assert json.loads((tmp_path / "r/summary.json").read_text()) == {"x": ["inf"]}
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path):
+    (tmp_path / "old").write_text("")
+    with pytest.raises(UsageError, match="not empty"), open_run(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="run_dir"), open_run(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_trial_keeps_its_outcome_and_token_account(tmp_path):
+    with open_run(tmp_path / "r") as store:
+        store.trial(2, trajectory("boltons/x", 1.0, excluded=3))
+    line = json.loads((tmp_path / "r/trials.jsonl").read_text())
+    assert (line["step"], line["outcome"], line["reward"]) == (2, "solved", 1.0)
+    assert line["sampled"] == line["trainable"] + sum(line["excluded"].values())
+
+
+def test_curves_can_be_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_run(tmp_path / "r") as store:
+        store.metrics(0, {"rollout/solve_rate": 0.25})
+        store.metrics(1, {"rollout/solve_rate": 0.5})
+    read = EventAccumulator(str(tmp_path / "r/tensorboard"))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("rollout/solve_rate")] == [(0, 0.25), (1, 0.5)]
+
+
+def test_wilsons_interval_matches_the_published_value():
+    low, high = Rate(10, 50).bounds
+    assert (round(low, 4), round(high, 4)) == (0.1124, 0.3304)
+    assert Rate(0, 0).bounds == (0.0, 1.0)

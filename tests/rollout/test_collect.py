@@ -1,0 +1,72 @@
+"""Trials run some at a time, come back in order, and too many without a verdict stop the run."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from tests.factories import trajectory
+
+from lego.errors import GateError
+from lego.records import Outcome
+from lego.rollout.collect import attempts, collect, refuse_unscored, solved_and_asked, tasks_of_step
+
+TASKS = [SimpleNamespace(id=str(i)) for i in range(5)]
+
+
+async def test_no_more_trials_run_at_once_than_asked_and_results_keep_their_order():
+    alive, most, heard = 0, 0, []
+
+    async def run(attempt):
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        await asyncio.sleep(0.001 * (5 - int(attempt.task.id)))
+        alive -= 1
+        return trajectory(f"{attempt.task.id}#{attempt.number}", 1.0)
+
+    got = await collect(attempts(TASKS, 2), run, concurrency=3, done=lambda t: heard.append(t.task))
+    assert most == 3
+    assert [t.task for t in got] == [f"{i}#{k}" for i in range(5) for k in range(2)]
+    assert sorted(heard) == sorted(t.task for t in got)
+
+
+async def test_a_bug_in_one_trial_ends_the_others():
+    ended = []
+
+    async def run(attempt):
+        if attempt.number == 1:
+            raise ZeroDivisionError
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(attempt.number)
+
+    with pytest.raises(ExceptionGroup):
+        await collect(attempts(TASKS[:1], 3), run, concurrency=3, done=lambda t: None)
+    assert sorted(ended) == [0, 2]
+
+
+def test_each_pass_visits_every_task_once_in_an_order_of_its_own():
+    steps = [tasks_of_step(TASKS, 2, step, seed=3) for step in range(5)]
+    visits = [task.id for step in steps for task in step]
+    assert sorted(visits[:5]) == sorted(visits[5:]) == ["0", "1", "2", "3", "4"]
+    assert visits[:5] != visits[5:]
+    assert steps == [tasks_of_step(TASKS, 2, step, seed=3) for step in range(5)]
+    assert steps != [tasks_of_step(TASKS, 2, step, seed=4) for step in range(5)]
+
+
+def test_too_many_trials_without_a_verdict_stop_the_run_with_the_first_cause():
+    bad = trajectory("t", None, outcome=Outcome.SANDBOX_ERROR)
+    refuse_unscored([bad, trajectory("t", 0.0)], most=0.5)
+    with pytest.raises(GateError, match=r"2 of 3.*sandbox_error"):
+        refuse_unscored([bad, bad, trajectory("t", 0.0)], most=0.5)
+
+
+def test_a_solve_rate_leaves_out_what_the_environment_spoiled_and_counts_what_the_agent_spoiled():
+    ends = [
+        trajectory("t", 1.0),
+        trajectory("t", 0.0),
+        trajectory("t", None, outcome=Outcome.TURN_LIMIT),
+        trajectory("t", None, outcome=Outcome.ENGINE_ERROR),
+    ]
+    assert solved_and_asked(ends) == (1, 3)
