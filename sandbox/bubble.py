@@ -10,7 +10,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +20,7 @@ from pathlib import Path
 from sandbox import rootfs
 from sandbox.base import Box, BoxSpec, Capabilities, SandboxError
 from sandbox.cgroup import Cgroup, Hierarchy, this_hierarchy
-from sandbox.link import BoxEnded, Link, Reply
+from sandbox.link import BoxEnded, Link, Reply, pair
 from sandbox.livebox import BubbleBox
 from sandbox.pipes import memory_file
 from sandbox.seccomp import filter_bytes
@@ -161,7 +160,7 @@ def _counts_per_namespace(release: str) -> bool:
 
 def _spawn(command: list[str], init_arguments: list[str], undo: ExitStack) -> _Started:
     """Starts bwrap. The kernel kills it with the thread that calls this, so that must be the event loop's own."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = pair()
     errors = os.memfd_create("lego-errors")
     undo.callback(os.close, errors)
     with theirs, memory_file(filter_bytes(os.uname().machine) or b"") as seccomp:

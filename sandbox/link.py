@@ -25,8 +25,17 @@ class Reply:
     pid: int
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The host's end, and the end for the box."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The kernel vouches for the sender's pid, translated out of the box's own pid namespace; only for messages that
+    # are sent after this, so it comes before anything can send.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    return ours, theirs
+
+
 class Link:
-    """Must be made and used in one event loop. `close` fails what still waits."""
+    """Talks over the host's end of a `pair`. Must be made and used in one event loop. `close` fails what still waits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -36,8 +45,6 @@ class Link:
         """Whether the box closed its end first."""
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self.ready = self._expect(0)
-        # The kernel vouches for the sender's pid, translated out of the box's own pid namespace.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         sock.setblocking(False)
         self._loop.add_reader(sock, self._receive)
 

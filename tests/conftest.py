@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from harnesses.codex import Codex
+from harnesses.fetch import DEFAULT_CACHE, fetch
 from tests.tiny import write_model
 
 
@@ -13,6 +15,13 @@ from tests.tiny import write_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3-MoE folder; read only."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def fetched_cache() -> Path:
+    """The user's own cache with Codex in it; tasks are built there once."""
+    fetch(Codex(), DEFAULT_CACHE)
+    return DEFAULT_CACHE
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
