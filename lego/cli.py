@@ -47,7 +47,16 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def parse(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
-    """The recipe file named first and the recipe with all flags applied; exits with 2 on a usage error."""
+    """As `resolve`, but a recipe that cannot run is a UsageError with all its problems."""
+    path, recipe = resolve(argv, program)
+    problems = list(recipe.problems())
+    if problems:
+        raise UsageError(f"{path}: " + "\n  ".join(["the recipe cannot run:", *problems]))
+    return path, recipe
+
+
+def resolve(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
+    """The recipe file named first and the recipe with all flags applied; exits with 2 on flags that cannot be read."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {program} RECIPE.py [flags]\n\n{program} RECIPE.py --help lists the recipe's flags.")
         sys.exit(0 if argv else 2)
@@ -61,9 +70,6 @@ def parse(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
         prog=f"{program} {path}",
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
     )
-    problems = list(recipe.problems())
-    if problems:
-        raise UsageError(f"{path}: " + "\n  ".join(["the recipe cannot run:", *problems]))
     return path, recipe
 
 

@@ -100,7 +100,7 @@ class Loop:
         self._check_share(batch)
         credited = self._credit(batch)
         start = time.monotonic()
-        report = await self._train(credited) if credited.samples else None
+        report = await self._train(batch, credited) if credited.samples else None
         trained = time.monotonic()
         if report is not None:
             await self._push()
@@ -113,13 +113,12 @@ class Loop:
 
     def _credit(self, batch: Batch) -> Credited:
         settings = self.recipe.credit
-        return credit(
-            batch.trajectories, partial(group_advantages, scale=settings.scale, negative=settings.negative)
-        )
+        return credit(batch.trajectories, partial(group_advantages, scale=settings.scale, negative=settings.negative))
 
-    async def _train(self, credited: Credited) -> StepReport:
+    async def _train(self, batch: Batch, credited: Credited) -> StepReport:
         self.out.view.phase(f"training on {len(credited.samples)} segments")
-        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.gates)
+        newest = all(trajectory.version == self.version for trajectory in batch.trajectories)
+        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.gates, on_policy=newest)
 
     def _sabotaged(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         if self.recipe.sabotage == "shuffle_advantages":

@@ -1,6 +1,7 @@
 """`python -m lego.train RECIPE.py [flags]`: trains as a recipe says."""
 
 import asyncio
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ def main() -> None:
     from lego.run import run  # heavy, so only once the flags are right
 
     folder = recipe.run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # A polite kill is a Ctrl-C: everything is closed in order.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     asyncio.run(run(recipe, folder, path.stem))
 
 

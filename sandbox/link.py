@@ -35,7 +35,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Link:
-    """Talks over the host's end of a `pair`. Must be made and used in one event loop. `close` fails what still waits."""
+    """Talks over the host's end of a `pair`, in one event loop. `close` fails what still waits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -7,8 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 30
 STOP_S = 10.0
+WATCHDOG = "Timeout ("
+"""What a rank writes when it ends itself for lack of progress."""
 # Threads that spin while they wait for each other take the cores from those they wait for: 5x slower on a busy machine.
 THREADING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -128,9 +131,17 @@ class TrainerSpec:
 
     @asynccontextmanager
     async def open(
-        self, model: Path, run: Path, algorithm: Algorithm | None = None, *, temperature: float = 1.0
+        self,
+        model: Path,
+        run: Path,
+        algorithm: Algorithm | None = None,
+        *,
+        temperature: float = 1.0,
+        shared: Path | None = None,
     ) -> "AsyncIterator[Trainer]":
         """Starts the ranks on a model folder; logs go to `run`/trainer. The ranks end with the block, or the driver.
+
+        Batches pass through a new folder in `shared`, by default the machine's shared memory.
 
         `temperature` is the one all tokens were sampled at. Raises UsageError if there is no model, TrainerError
         if a rank fails.
@@ -139,12 +150,19 @@ class TrainerSpec:
         logs = run / "trainer"
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "failure.json").unlink(missing_ok=True)
-        shared = Path(tempfile.mkdtemp(prefix="lego-trainer-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
-        try:
+        with _shared_folder() as shared:
             async with _opened(self, model, logs, shared, algorithm or GSPO(), temperature) as trainer:
                 yield trainer
-        finally:
-            shutil.rmtree(shared, ignore_errors=True)
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A private folder, in shared memory where there is any, for batches and the control socket."""
+    folder = Path(tempfile.mkdtemp(prefix="lego-trainer-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_model(model: Path) -> None:
@@ -154,9 +172,10 @@ def _check_model(model: Path) -> None:
         raise UsageError(f"policy: {model} has no .safetensors file; wanted a model folder in HF layout")
 
 
-def _settings(spec: TrainerSpec, model: Path, control: str, algorithm: Algorithm) -> dict[str, Any]:
+def _settings(spec: TrainerSpec, model: Path, shared: Path, algorithm: Algorithm) -> dict[str, Any]:
     return {
-        "control": control,
+        "control": f"ipc://{shared / 'control'}",
+        "progress": str(shared / "progress.{rank}"),
         "model": str(model.resolve()),
         "world_size": spec.world_size,
         "expert_parallel": spec.expert_parallel,
@@ -178,15 +197,15 @@ def _settings(spec: TrainerSpec, model: Path, control: str, algorithm: Algorithm
 async def _opened(
     spec: TrainerSpec, model: Path, logs: Path, shared: Path, algorithm: Algorithm, temperature: float
 ) -> "AsyncIterator[Trainer]":
-    control, settings = f"ipc://{shared / 'control'}", shared / "settings.json"
-    settings.write_text(json.dumps(_settings(spec, model, control, algorithm)))
+    values, path = _settings(spec, model, shared, algorithm), shared / "settings.json"
+    path.write_text(json.dumps(values))
     threads = max(1, spec.threads // spec.world_size)
     env = dict(os.environ) | THREADING | {"OMP_NUM_THREADS": str(threads)}
-    argv = [sys.executable, "-m", "lego.learn.launch", str(spec.world_size), str(logs), str(settings)]
+    argv = [sys.executable, "-m", "lego.learn.launch", str(spec.world_size), str(logs), str(path)]
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(control)
-        async with Child(argv, env=env, log=logs / "launch.log") as child:
+        socket.bind(values["control"])
+        async with Child(argv, env=env, log=logs / "launch.log", grace_s=5.0) as child:
             trainer = Trainer(spec, child, socket, logs, shared, temperature)
             await trainer.ready()
             yield trainer
@@ -208,6 +227,7 @@ class Trainer:
         self.spec, self.logs, self.shared, self.temperature = spec, logs, shared, temperature
         self._child, self._socket = child, socket
         self._busy = asyncio.Lock()
+        self._broken = False
 
     @property
     def pid(self) -> int:
@@ -223,7 +243,9 @@ class Trainer:
             raise TrainerError(f"trainer not ready after {self.spec.start_timeout_s} s\n{self._child.tail()}") from None
         log.info("trainer ready in %.1f s, %.1f CPU s of rank 0", answer["ready_s"], answer["cpu_s"])
 
-    async def step(self, samples: Sequence[Sample], gates: Gates | None = None, *, on_policy: bool = True) -> StepReport:
+    async def step(
+        self, samples: Sequence[Sample], gates: Gates | None = None, *, on_policy: bool = True
+    ) -> StepReport:
         """One optimizer step on these samples, whose sampled log-probabilities stand for the old policy's.
 
         The gates are checked before the optimizer moves: routing coverage always, agreement of probabilities only
@@ -276,44 +298,76 @@ class Trainer:
     async def stop(self) -> None:
         """Lets the ranks end by themselves, for a few seconds."""
         try:
-            async with asyncio.timeout(STOP_S if self._child.status() is None else 0):
+            async with asyncio.timeout(0 if self._broken or self._child.status() is not None else STOP_S):
                 await self._socket.send(json.dumps({"op": "stop", "args": {}}).encode())
                 await self._child.wait()
         except TimeoutError:
-            log.warning("trainer ranks did not stop by themselves")
+            log.warning("trainer ranks did not stop by themselves; ending them")
 
     async def _command(self, op: str, **args: Any) -> dict[str, Any]:
         async with self._busy:
             if self._child.status() is not None:
                 raise self._failure()
+            if self._broken:
+                raise TrainerError("an earlier command failed or was cut short; open the trainer again")
+            self._broken = True
             await self._socket.send(json.dumps({"op": op, "args": args}).encode())
-            return await self._answer()
+            answer = await self._answer()
+            self._broken = False
+            return answer
 
     async def _answer(self) -> dict[str, Any]:
-        """The next answer of rank 0, or the failure of whichever rank failed first."""
+        """The next answer of rank 0, or the failure of whichever rank failed or stopped first."""
         answer = asyncio.ensure_future(self._socket.recv())
         ended = asyncio.ensure_future(self._child.wait())
         try:
-            await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return json.loads(answer.result())
-            raise self._failure()
+            while not answer.done():
+                await asyncio.wait((answer, ended), timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done() and ended.done():
+                    raise self._failure()
+                if not answer.done() and self._overdue():
+                    raise self._stuck()
+            return json.loads(answer.result())
         finally:
             answer.cancel()
             ended.cancel()
+
+    def _progress(self) -> dict[int, tuple[int, float]]:
+        """Of each rank that lives: how many steps of work it began, and when (monotonic) the next is due."""
+        found = {}
+        for rank in range(self.spec.world_size):
+            path = self.shared / f"progress.{rank}"
+            words = path.read_text().split() if path.exists() else []
+            found |= {rank: (int(words[0]), float(words[1]))} if len(words) == 2 else {}
+        return found
+
+    def _overdue(self) -> bool:
+        return any(due < time.monotonic() for _, due in self._progress().values())
+
+    def _stuck(self) -> TrainerError:
+        """The rank that is furthest behind; of those level with it, one that does not just wait for others."""
+        counts = {rank: count for rank, (count, _) in self._progress().items()}
+        level = [rank for rank, count in counts.items() if count == min(counts.values())]
+        tails = {rank: self._tail(rank) for rank in level}
+        rank = next((r for r in level if "/torch/" not in _innermost(tails[r])), level[0])
+        return TrainerError(
+            f"trainer rank {rank} failed: no progress in time (stall_s={self.spec.stall_s:g})\n{tails[rank]}"
+        )
 
     def _failure(self) -> Exception:
         """What stopped the ranks: the first cause, and the last lines its rank wrote."""
         path = self.logs / "failure.json"
         if not path.is_file():
-            return TrainerError(f"the trainer's launcher ended with status {self._child.status()}\n{self._child.tail()}")
+            return TrainerError(
+                f"the trainer's launcher ended with status {self._child.status()}\n{self._child.tail()}"
+            )
         failure = json.loads(path.read_text())
-        tails = {rank: self._tail(rank) for rank in range(self.spec.world_size)}
-        rank, what = _culprit(failure, tails, self.spec.stall_s)
-        usage = "UsageError: "
-        if usage in what:
-            return UsageError(what.partition(usage)[2])
-        return TrainerError(f"trainer rank {rank} failed: {what}\n{tails[rank]}")
+        rank, what = failure["rank"], failure["what"]
+        if WATCHDOG in self._tail(rank):
+            return self._stuck()
+        if what.startswith("UsageError: "):
+            return UsageError(what.removeprefix("UsageError: ").rpartition(" (exit")[0])
+        return TrainerError(f"trainer rank {rank} failed: {what}\n{self._tail(rank)}")
 
     def _tail(self, rank: int) -> str:
         logs = sorted(self.logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
@@ -326,20 +380,6 @@ def _thresholds(gates: Gates | None, on_policy: bool) -> dict[str, float]:
         return {}
     agreement = {"min_pearson": gates.min_pearson, "max_k3": gates.max_k3} if on_policy else {}
     return agreement | {"min_routing_coverage": gates.min_routing_coverage}
-
-
-def _culprit(failure: Mapping[str, Any], tails: Mapping[int, str], stall_s: float) -> tuple[int, str]:
-    """The rank to blame and why.
-
-    When a watchdog fired, ranks that wait for others inside torch are stuck too: the one to blame is one
-    that is not, or that could not even write its stack.
-    """
-    rank, what = failure["rank"], failure["what"]
-    if "Timeout (" not in tails[rank]:
-        return rank, what
-    waiting = {r for r, tail in tails.items() if "/torch/" in _innermost(tail)}
-    suspects = [r for r in tails if r not in waiting] or [rank]
-    return suspects[0], f"no progress for {stall_s:g} s"
 
 
 def _innermost(tail: str) -> str:

@@ -88,9 +88,7 @@ def grpo(tokens: Tokens, totals: Totals, config: GRPO) -> Objective:
     if config.normalise == "sequence":
         count_S = per_segment(mask_T, tokens.segment_T, segments).clamp(min=1)
         share_T = mask_T * (tokens.weight_S / count_S)[tokens.segment_T] / totals.weight
-    return Objective(
-        loss=-(share_T * surrogate_T).sum(), ratio_T=ratio_T.detach(), clipped_T=stopped_T & tokens.mask_T
-    )
+    return Objective(loss=-(share_T * surrogate_T).sum(), ratio_T=ratio_T.detach(), clipped_T=stopped_T & tokens.mask_T)
 
 
 def objective(algorithm: Algorithm) -> Callable[[Tokens, Totals], Objective]:

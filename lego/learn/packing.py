@@ -122,7 +122,7 @@ def _bins(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
         rounds += 1
 
 
-def _deal(bins: list[list[int]], loads: Array, ranks: int) -> list[list[int]]:
+def _deal(bins: list[list[int]], loads: NDArray[np.int64], ranks: int) -> list[list[int]]:
     order = np.argsort(-loads, kind="stable").reshape(-1, ranks)
     order[1::2] = order[1::2, ::-1]
     return [bins[i] for i in order.flat]
@@ -187,7 +187,12 @@ def write(batch: Batch, path: Path) -> None:
         for index, part in enumerate(row)
         for field in fields(MicroBatch)
     }
-    totals = {"trained": batch.trained, "weight": batch.weight, "segments": batch.segments, "rounds": len(batch.ranks[0])}
+    totals = {
+        "trained": batch.trained,
+        "weight": batch.weight,
+        "segments": batch.segments,
+        "rounds": len(batch.ranks[0]),
+    }
     save_file(arrays, path, metadata={name: repr(value) for name, value in totals.items()})
 
 

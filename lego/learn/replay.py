@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-UNRECORDED = -1
-PADDING = -2
+from lego.learn.packing import PADDING, UNRECORDED
 
 
 class RoutingError(ValueError):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,12 +177,12 @@ def check(numbers: Mapping[str, Number], trained: int) -> None:
 def breach(numbers: Mapping[str, Number], gates: Mapping[str, float]) -> str | None:
     """The first gate that these numbers do not hold, in words; None if all hold."""
     if "min_pearson" in gates and not numbers["pearson"] >= gates["min_pearson"]:
-        return f"Pearson of sampled and trainer probabilities {numbers['pearson']:.6f}, wanted {gates['min_pearson']} or more"
+        return f"Pearson of sampled and trainer probabilities {numbers['pearson']:.6f}, wanted {gates['min_pearson']}"
     if "max_k3" in gates and not numbers["k3"] <= gates["max_k3"]:
-        return f"k3 of sampled and trainer log-probabilities {numbers['k3']:.3g}, wanted {gates['max_k3']} or less"
+        return f"k3 of sampled and trainer log-probabilities {numbers['k3']:.3g}, wanted at most {gates['max_k3']}"
     coverage = numbers["rows_replayed"] / max(1, numbers["rows_needed"])
     if "min_routing_coverage" in gates and not coverage >= gates["min_routing_coverage"]:
-        return f"routing coverage {coverage:.6f}, wanted {gates['min_routing_coverage']} or more"
+        return f"routing coverage {coverage:.6f}, wanted {gates['min_routing_coverage']}"
     return None
 
 
@@ -194,7 +195,7 @@ def train_step(
     grad_clip: float,
     gates: Mapping[str, float],
     progress: Callable[[], None] = lambda: None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """One optimizer step, or none: a breached gate is answered without stepping.
 
     Raises TrainerError, on all ranks alike, for lost tokens or rows and for a gradient that is not finite.

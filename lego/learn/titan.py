@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
 from lego.errors import UsageError
@@ -197,7 +198,9 @@ def init_distributed(layout: Layout) -> torch.device:
 
 def control_group() -> dist.ProcessGroup:
     """A group for commands: ranks may wait in it for days without a timeout or any work."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _shard(config: Qwen3Model.Config, layout: Layout, replay: Replay) -> tuple[Qwen3Model, ParallelDims]:
@@ -224,8 +227,9 @@ def _shard(config: Qwen3Model.Config, layout: Layout, replay: Replay) -> tuple[Q
 
 def _attach(model: Qwen3Model, replay: Replay) -> None:
     model._skip_lm_head = True
-    for index, block in enumerate(model.layers.values()):
-        block.moe.router.replay, block.moe.router.layer = replay, index
+    routers = [module for module in model.modules() if isinstance(module, ReplayRouter)]
+    for index, (router, block) in enumerate(zip(routers, model.layers.values(), strict=True)):
+        router.replay, router.layer = replay, index
         block.register_forward_pre_hook(lambda _, args: replay.enter(args[2]))
 
 
@@ -235,9 +239,7 @@ class Policy:
     def __init__(self, folder: Path, layout: Layout, device: torch.device) -> None:
         hf = read_config(folder)
         self.layout, self.device = layout, device
-        self.replay = Replay(
-            layers=hf["num_hidden_layers"], experts=hf["num_experts"], top_k=hf["num_experts_per_tok"]
-        )
+        self.replay = Replay(layers=hf["num_hidden_layers"], experts=hf["num_experts"], top_k=hf["num_experts_per_tok"])
         self.config = model_config(hf, layout.max_length)
         self.adapter = Qwen3StateDictAdapter(self.config, None)
         self.model, self.dims = _shard(self.config, layout, self.replay)
@@ -279,14 +281,16 @@ class Policy:
         wanted = self._shapes()
         places = set(wanted) | ({_HEAD} if self.config.enable_weight_tying else set())
         unread, unfilled = sorted(set(found) - places), sorted(set(wanted) - set(found))
-        misfit = [f"{n} {found[n]} (want {wanted[n]})" for n in sorted(set(found) & set(wanted)) if found[n] != wanted[n]]
+        misfit = [
+            f"{n} {found[n]} (want {wanted[n]})" for n in sorted(set(found) & set(wanted)) if found[n] != wanted[n]
+        ]
         for what, names in (("have no place", unread), ("are missing", unfilled), ("have another shape", misfit)):
             if names:
                 raise UsageError(f"{folder}: {len(names)} tensors {what} in this model: {', '.join(names[:4])}")
         if _HEAD in found and self.config.enable_weight_tying:
             _check_tied(folder)
         state = self.adapter.to_hf(self.model.state_dict())
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        load_sharded(state, storage_reader=HuggingFaceStorageReader(str(folder)))
         self.model.load_state_dict(self.adapter.from_hf(state))
         return set(found)
 
@@ -294,7 +298,8 @@ class Policy:
         """All weights on CPU under the names the source folder used; on ranks above 0 an empty dict."""
         full = {}
         for name, parameter in self.parameters().items():
-            whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            value = parameter.detach()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
             if dist.get_rank() == 0:
                 full[name] = whole.to(device="cpu", dtype=dtype)
         if not full:
@@ -372,10 +377,10 @@ class AdamW:
 
     def save(self, folder: Path) -> None:
         """Writes weights and moments as a distributed checkpoint, readable by any number of ranks."""
-        dcp.save(self._state(), checkpoint_id=str(folder))
+        save_sharded(self._state(), checkpoint_id=str(folder))
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, in place. Raises UsageError if there is no checkpoint."""
         if not (folder / ".metadata").is_file():
             raise UsageError(f"{folder}: no trainer checkpoint here")
-        dcp.load(self._state(), checkpoint_id=str(folder))
+        load_sharded(self._state(), checkpoint_id=str(folder))

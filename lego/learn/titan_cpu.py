@@ -1,7 +1,7 @@
 """What torchtitan needs to run where there is no accelerator; imported before it, and idle where there is one.
 
-torchtitan 0.3.0 assumes CUDA in five places. The model's are answered by swapping nodes of its config
-tree (its own extension point); the two that act during import are answered here, while it is imported.
+torchtitan 0.3.0 assumes CUDA in several places. The model's are answered by swapping nodes of its config tree
+(its own extension point); those that act during import are answered here, while it is imported.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -47,6 +48,8 @@ def _importable() -> Iterator[None]:
             sys.modules[_KERNELS] = kernels
         if on_cpu():
             stack.enter_context(mock.patch("torch._utils._get_available_device_type", lambda: "cpu"))
+            # Flex attention is compiled when imported, never called here, and costs each rank two CPU seconds.
+            stack.enter_context(mock.patch("torch.compile", lambda function, **_: function))
         yield
 
 
@@ -62,7 +65,7 @@ def equal_runs(starts: list[int]) -> list[tuple[int, int, int]]:
     Documents packed longest first make long runs, and each run is one attention call.
     """
     runs: list[tuple[int, int, int]] = []
-    for start, stop in zip(starts[:-1], starts[1:], strict=True):
+    for start, stop in pairwise(starts):
         if runs and runs[-1][2] == stop - start:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1, runs[-1][2])
         else:
@@ -94,10 +97,9 @@ class DocumentAttention(VarlenAttention):
         q, k, v = (x.reshape(batch * length, *x.shape[2:]) for x in (q_BLNH, k_BLNH, v_BLNH))
         outs = []
         for start, count, size in equal_runs(attention_masks.cu_seq_q.tolist()):
-            views = (
-                x[start : start + count * size].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-            )
-            out = F.scaled_dot_product_attention(*views, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            rows = slice(start, start + count * size)
+            q_, k_, v_ = (x[rows].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs).view(batch, length, *q.shape[1:-1], v.shape[-1])
 

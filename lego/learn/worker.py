@@ -8,6 +8,8 @@ import faulthandler
 import gc
 import json
 import logging
+import math
+import os
 import resource
 import shutil
 import signal
@@ -32,6 +34,8 @@ from lego.learn.step import train_step  # noqa: E402
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILE_PATIENCE = 20.0
+"""Commands that read or write models may take so many times longer without progress."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
 
 
@@ -40,6 +44,7 @@ class Settings:
     """What a rank is started with, written by the driver."""
 
     control: str
+    progress: str
     model: str
     world_size: int
     expert_parallel: int
@@ -57,18 +62,26 @@ class Settings:
 
 
 class Watchdog:
-    """Ends a rank that is stuck, with its stacks in the log; idle between commands."""
+    """Says where the driver can see it that a rank makes progress; ends a stuck one with its stacks in the log."""
 
-    def __init__(self, stall_s: float) -> None:
-        self.stall_s = stall_s
+    def __init__(self, path: Path, stall_s: float) -> None:
+        self.stall_s, self.count = stall_s, 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
-    def mark(self) -> None:
-        """The rank made progress and is to make more within `stall_s`."""
-        faulthandler.dump_traceback_later(self.stall_s, exit=True)
+    def mark(self, patience: float = 1.0) -> None:
+        """The rank made progress and is to make more within `patience` times the stall time."""
+        self.count += 1
+        allowed = self.stall_s * patience
+        self._write(time.monotonic() + allowed)
+        faulthandler.dump_traceback_later(allowed, exit=True)
 
     def rest(self) -> None:
         """The rank waits for a command: however long."""
+        self._write(math.inf)
         faulthandler.cancel_dump_traceback_later()
+
+    def _write(self, deadline: float) -> None:
+        os.pwrite(self._file, f"{self.count:12d} {deadline:24.3f}".encode(), 0)
 
 
 class Worker:
@@ -135,16 +148,25 @@ class Worker:
         return self.export(str(target / "model.safetensors"))
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Carries out one command, on all ranks alike."""
-        commands = {"step": self.step, "export": self.export, "save": self.save, "load": self.load, "save_hf": self.save_hf}
-        self.watchdog.mark()
+        """Carries out one command, on all ranks alike; ends resting."""
+        commands = {
+            "step": self.step,
+            "export": self.export,
+            "save": self.save,
+            "load": self.load,
+            "save_hf": self.save_hf,
+        }
+        self.watchdog.mark(1.0 if command["op"] == "step" else FILE_PATIENCE)
         answer = commands[command["op"]](**command["args"])
         self.watchdog.rest()
         return answer
 
-    def shared(self, command: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """The command that rank 0 has, on every rank."""
-        box: list[Any] = [command]
+    def next_command(self, driver: "zmq.Socket[bytes] | None") -> Mapping[str, Any]:
+        """Waits for the driver on rank 0, and for rank 0 on the others. Handing it on is watched."""
+        box: list[Any] = [None]
+        if driver is not None:
+            box = [json.loads(driver.recv())]
+            self.watchdog.mark()
         if self.settings.world_size > 1:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
@@ -152,7 +174,7 @@ class Worker:
     def serve(self, driver: "zmq.Socket[bytes] | None") -> None:
         """Commands until `stop`."""
         while True:
-            command = self.shared(json.loads(driver.recv()) if driver is not None else None)
+            command = self.next_command(driver)
             if command["op"] == "stop":
                 return
             answer = self.run(command)
@@ -173,8 +195,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     start = time.perf_counter()
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    watchdog = Watchdog(settings.stall_s)
-    watchdog.mark()
+    watchdog = Watchdog(Path(settings.progress.format(rank=os.environ["RANK"])), settings.stall_s)
+    watchdog.mark(FILE_PATIENCE)
     worker = Worker(settings, watchdog)
     gc.collect()
     gc.freeze()

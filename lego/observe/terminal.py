@@ -94,7 +94,7 @@ class View:
         """A new thing to do, of `total` parts (0: unknown)."""
         self._phase = Phase(name=name, total=total)
         if not self._console.is_terminal:
-            self._console.print(f"{self._clock()} {name}" + (f" ({total})" if total else ""), highlight=False)
+            self._say(name + (f" ({total})" if total else ""))
 
     def progress(self, done: int, total: int, text: str) -> None:
         """Where the phase stands."""
@@ -111,8 +111,7 @@ class View:
         """A step is done."""
         self._rows.append(row)
         if not self._console.is_terminal:
-            pairs = zip(COLUMNS, cells(row), strict=True)
-            self._console.print(f"{self._clock()} " + "  ".join(f"{k}={v}" for k, v in pairs), highlight=False)
+            self._say("  ".join(f"{name}: {value}" for name, value in zip(COLUMNS, cells(row), strict=True)))
 
     def report(self, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
         """The end of the run: a table, and lines below it."""
@@ -140,6 +139,10 @@ class View:
         spent = f"{time.monotonic() - phase.since:.0f} s"
         line = f"{self._clock()}  {now}  {_outcomes(phase.outcomes)}  {spent}"
         return Group(Text(f"{self._title}   {curve}", style="bold"), table, Text(line))
+
+    def _say(self, text: str) -> None:
+        """A plain line, for output that is no terminal."""
+        self._console.print(f"{self._clock()} {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _clock(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)

@@ -5,13 +5,11 @@ import compileall
 import errno
 import fcntl
 import hashlib
-import inspect
 import json
 import logging
 import shutil
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from lego.errors import UsageError, VerdictError
-from lego.tasks import boot, mutate, pip, report, sdist
+from lego.tasks import mutate, pip, sdist
 from lego.tasks.pip import Pin
+from lego.tasks.plan import Mutant, Package, Plan, instruction
 from lego.tasks.task import Progress, Suite, Task, TaskSet
-from lego.tasks.verdict import TESTS, TestRun, pytest_arguments, run_tests
+from lego.tasks.verdict import TestRun, run_tests
 from sandbox.base import Sandbox
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 AT_ONCE = 2
 """Boxes verifying side by side."""
 ENOUGH = 0.75
@@ -44,62 +42,6 @@ BACKENDS = (
     Pin(name="setuptools", version="78.1.1", sha256="c3a9c4211ff4c309edb8b8c4f1cbfa7ae324c4ba9f91ff254e3d305b9fd54561"),
     Pin(name="flit-core", version="3.12.0", sha256="e7a0304069ea895172e3c7bb703292e992c5d1555dd1233ab7b5621b5b69e62c"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """A source distribution that tasks are made of."""
-
-    pin: Pin
-    tests: str
-    roots: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """A bug: `edit` put into a function, noticed by `test_file`."""
-
-    package: str
-    function: mutate.Function
-    edit: mutate.Edit
-    test_file: str
-    split: str
-    candidates: int
-
-    @property
-    def id(self) -> str:
-        return f"{self.package}-{Path(self.function.path).stem.strip('_')}-{self.function.line}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the index file says."""
-
-    packages: Mapping[str, Package]
-    mutants: tuple[Mutant, ...]
-    test_environment: tuple[Pin, ...]
-    backends: tuple[Pin, ...]
-    digest: str
-
-    @classmethod
-    def read(cls, path: Path, test_environment: tuple[Pin, ...], backends: tuple[Pin, ...]) -> "Plan":
-        """UsageError names the file and what is wrong with it."""
-        try:
-            text = path.read_text(encoding="utf-8")
-            rows = json.loads(text)
-            packages = {row["name"]: _package(row) for row in rows["packages"]}
-            mutants = tuple(_mutant(row, packages) for row in rows["tasks"])
-        except OSError as error:
-            raise UsageError(f"tasks.index: cannot read {path}: {error.strerror}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"tasks.index: {path} is not a list of demo tasks: {error!r}") from error
-        return cls(
-            packages=packages,
-            mutants=mutants,
-            test_environment=test_environment,
-            backends=backends,
-            digest=_digest(text, test_environment),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,12 +227,6 @@ async def _thread(work: Callable[[], object]) -> None:
         raise
 
 
-def instruction(function: mutate.Function, test: str) -> str:
-    """What the agent is told: where, and which test fails."""
-    name = test.rpartition("::")[2].partition("[")[0]
-    return f"{function.path}:{function.line} {name} fails."
-
-
 def _break(source: Path, base: Path, mutant: Mutant) -> None:
     """`source` with the bug in it. ValueError where sed could not put it in, or take it out again."""
     sdist.clone(source, base)
@@ -319,37 +255,12 @@ async def _alone(path: Path) -> AsyncIterator[None]:
         yield
 
 
-def _digest(text: str, test_environment: tuple[Pin, ...]) -> str:
-    """Changes with the list, the pins, the interpreter and the code that decides what a build holds."""
-    parts = [str(FORMAT), text, sys.version, repr(test_environment), repr(pytest_arguments(TESTS, "", TESTS))]
-    parts += [inspect.getsource(module) for module in (boot, mutate, report, sdist)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
 def _archive(folder: Path, pin: Pin) -> Path:
     """The downloaded file with the pinned content, whatever it is called."""
     for path in folder.iterdir():
         if hashlib.sha256(path.read_bytes()).hexdigest() == pin.sha256:
             return path
     raise UsageError(f"pip delivered no file of {pin} with the wanted hash {pin.sha256}")
-
-
-def _package(row: dict[str, Any]) -> Package:
-    pin = Pin(name=row["name"], version=row["version"], sha256=row["sha256"])
-    return Package(pin=pin, tests=row["tests"], roots=tuple(row["roots"]))
-
-
-def _mutant(row: dict[str, Any], packages: Mapping[str, Package]) -> Mutant:
-    if row["package"] not in packages:
-        raise ValueError(f"package {row['package']!r} of a task is not listed")
-    return Mutant(
-        package=row["package"],
-        function=mutate.Function(row["path"], row["name"], row["line"], row["end"]),
-        edit=mutate.Edit(**row["edit"]),
-        test_file=row["test_file"],
-        split=row["split"],
-        candidates=row["candidates"],
-    )
 
 
 _PATHS = ("base", "tests", "testenv")

@@ -6,9 +6,12 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from lego.errors import UsageError
 
@@ -39,28 +42,35 @@ async def download_sources(pins: Sequence[Pin], into: Path, backends: Path) -> N
 
 
 async def _pip(options: Sequence[str], pins: Sequence[Pin], env: dict[str, str] | None = None) -> None:
-    wanted = "\n".join(f"{pin} --hash=sha256:{pin.sha256}" for pin in pins)
-    common = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "0", "--no-deps"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted, tempfile.TemporaryFile() as errors:
+        wanted.write("".join(f"{pin} --hash=sha256:{pin.sha256}\n" for pin in pins))
+        wanted.flush()
+        common = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "0", "--no-deps"]
+        words = [options[0], *common, "--require-hashes", "--requirement", wanted.name, *options[1:]]
+        try:
+            async with asyncio.timeout(WAIT_S):
+                code = await _run([*_program(), *words], {**os.environ, **(env or {})}, errors)
+        except TimeoutError as error:
+            raise UsageError(f"the package index did not deliver {_list(pins)} within {WAIT_S:g} s") from error
+        if code != 0:
+            errors.seek(0)
+            cause = _cause(errors.read().decode(errors="replace"))
+            raise UsageError(f"cannot get {_list(pins)} from the package index: {cause}")
+
+
+async def _run(argv: Sequence[str], env: Mapping[str, str], errors: IO[bytes]) -> int:
+    """Exit status. Files instead of pipes: a cancelled wait would hang on a pipe that nobody reads."""
+    null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(
-        *_program(),
-        *[options[0], *common, "--require-hashes", "--requirement", "/dev/stdin", *options[1:]],
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **(env or {})},
-        start_new_session=True,
+        *argv, stdin=null, stdout=null, stderr=errors, env=env, start_new_session=True
     )
     try:
-        async with asyncio.timeout(WAIT_S):
-            _, errors = await process.communicate(wanted.encode())
-    except TimeoutError as error:
-        raise UsageError(f"the package index did not deliver {_list(pins)} within {WAIT_S:g} s") from error
+        return await process.wait()
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    if process.returncode != 0:
-        raise UsageError(f"cannot get {_list(pins)} from the package index: {_cause(errors.decode(errors='replace'))}")
 
 
 def _program() -> list[str]:

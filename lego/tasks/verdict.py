@@ -113,9 +113,17 @@ async def run_tests(suite: Suite, base: Path, changes: Sequence[Change], sandbox
                 timeout_s=suite.wall_s,
                 max_output=1 << 18,
             )
+            _refuse_unstarted(result)
             return TestRun(result=result, report=report.parse(await _report(box)))
     except SandboxError as error:
         raise VerdictError(f"the tests' box failed: {error}") from error
+
+
+def _refuse_unstarted(result: ExecResult) -> None:
+    """VerdictError where the run ended before any code under test could have run."""
+    if boot.STARTED.encode() not in result.stderr[: 1 << 12]:
+        said = result.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise VerdictError(f"the tests did not start (status {result.code}): {said}")
 
 
 def interpreter() -> tuple[Path, tuple[Mount, ...]]:
@@ -193,8 +201,6 @@ def _read(task: Task, run: TestRun) -> Verdict:
     """The verdict of a finished run; VerdictError where the run was not ended by the changes under test."""
     result = run.result
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
-    if boot.STARTED.encode() not in result.stderr[: 1 << 12]:
-        raise VerdictError(f"task {task.id}: the tests did not start (status {result.code}): {text[-500:]}")
     if result.oom:
         raise VerdictError(f"task {task.id}: the tests' box ran out of memory")
     if result.timed_out:

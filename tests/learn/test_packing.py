@@ -39,7 +39,16 @@ def unpacked(batch):
             assert (part.positions_T[a:b] == np.arange(b - a)).all()
             assert ((part.rows_R[at] >= a) & (part.rows_R[at] < b)).all()
             rows = part.rows_R[at] - a
-            out.append((part.advantage_S[s], part.ids_T[a:b], part.routing_TLK[a:b], rows, part.labels_R[at], part.sampled_R[at]))
+            out.append(
+                (
+                    part.advantage_S[s],
+                    part.ids_T[a:b],
+                    part.routing_TLK[a:b],
+                    rows,
+                    part.labels_R[at],
+                    part.sampled_R[at],
+                )
+            )
     return sorted(out, key=lambda x: x[0])
 
 

@@ -118,7 +118,9 @@ def test_a_tensor_without_its_place_is_named(tmp_path, change, message):
         policy(folder)
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"mlp_only_layers": [0]}, {"rope_scaling": {"rope_type": "yarn"}}])
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "gelu"}, {"mlp_only_layers": [0]}, {"rope_scaling": {"rope_type": "yarn"}}]
+)
 def test_a_config_of_another_model_is_refused_by_field(tmp_path, change):
     folder = write_model(tmp_path / "m", **change)
     with pytest.raises(UsageError, match=next(iter(change)) if "rope_scaling" not in change else "rope type"):
@@ -198,9 +200,7 @@ GATES = {"min_pearson": 0.999, "max_k3": 5e-4, "min_routing_coverage": 1.0}
 
 def step(made, optimizer, samples, tmp_path, budget=256, gates=GATES):
     packing.write(packing.pack(samples, ranks=1, token_budget=budget), tmp_path / "b")
-    return train_step(
-        made, optimizer, packing.read(tmp_path / "b", 0), algorithm=GSPO(), grad_clip=1.0, gates=gates
-    )
+    return train_step(made, optimizer, packing.read(tmp_path / "b", 0), algorithm=GSPO(), grad_clip=1.0, gates=gates)
 
 
 def adam(made):
@@ -281,7 +281,9 @@ def test_an_empty_micro_batch_has_no_loss_no_rows_and_zero_gradients(tiny, tmp_p
     batch = packing.pack([sample(np.random.default_rng(0), 20)], ranks=2, token_budget=64)
     packing.write(batch, tmp_path / "b")
     whole = packing.read(tmp_path / "b", 0)
-    both = packing.RankBatch(parts=(*whole.parts, *packing.read(tmp_path / "b", 1).parts), trained=batch.trained, weight=1.0)
+    both = packing.RankBatch(
+        parts=(*whole.parts, *packing.read(tmp_path / "b", 1).parts), trained=batch.trained, weight=1.0
+    )
     reports = []
     for part in (whole, both):
         made_reports = train_step(tiny, adam(tiny), part, algorithm=GSPO(), grad_clip=1.0, gates={"min_pearson": 2.0})

@@ -90,7 +90,9 @@ async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(fol
     assert resumed.metrics()["train/routing_coverage"] == 1.0
 
 
-@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "no progress in time")])
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "no progress in time")]
+)
 async def test_a_dead_or_stuck_rank_is_named(folder, tmp_path, number, says):
     with pytest.raises(TrainerError, match=f"rank 1 failed: {says}"):
         async with TWO.open(folder, tmp_path / "run") as trainer:
@@ -102,7 +104,7 @@ async def test_a_dead_or_stuck_rank_is_named(folder, tmp_path, number, says):
 
 
 async def test_a_missing_model_folder_is_one_clear_message(tmp_path):
-    with pytest.raises(UsageError, match="no-such-model has no config.json"):
+    with pytest.raises(UsageError, match=r"no-such-model has no config\.json"):
         async with SPEC.open(tmp_path / "no-such-model", tmp_path / "run"):
             pass
 

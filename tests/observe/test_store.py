@@ -4,11 +4,11 @@ import json
 import math
 
 import pytest
-from tests.factories import trajectory
 
 from lego.errors import UsageError
 from lego.observe.interval import Rate
 from lego.observe.store import open_run
+from tests.factories import trajectory
 
 
 def test_numbers_that_json_lacks_are_written_as_strings(tmp_path):

@@ -4,11 +4,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from tests.factories import trajectory
 
 from lego.errors import GateError
 from lego.records import Outcome
 from lego.rollout.collect import attempts, collect, refuse_unscored, solved_and_asked, tasks_of_step
+from tests.factories import trajectory
 
 TASKS = [SimpleNamespace(id=str(i)) for i in range(5)]
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tests.factories import segment, trajectory
 
 from lego.learn.advantages import group_advantages
 from lego.records import Outcome
 from lego.rollout.credit import credit
+from tests.factories import segment, trajectory
 
 
 def test_a_trial_with_three_segments_weighs_as_much_as_one_with_one():

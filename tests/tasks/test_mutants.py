@@ -44,7 +44,9 @@ FILES = {
     "tests/__init__.py": "",
     "tests/test_toy.py": TESTS,
 }
-UNNEEDED = re.compile(r"pygments/(styles/(?!__init__|_mapping|default)|lexers/(?!__init__|_mapping|python|special|diff))")
+UNNEEDED = re.compile(
+    r"pygments/(styles/(?!__init__|_mapping|default)|lexers/(?!__init__|_mapping|python|special|diff))"
+)
 TASK = {
     "package": "legotoy",
     "path": "toy/__init__.py",

@@ -33,6 +33,8 @@ MUTANTS = 6
 PER_FILE = 4
 """Tasks of one test file."""
 TRAIN, HELDOUT = 24, 12
+PER_EDIT = 6
+"""Tasks with the same bug: without a bound, one answer would solve half of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ PACKAGES = (
         pairs("funcy/{}.py", "calc decorators flow funcmakers objects strings tree types"),
     ),
     Package("jmespath", "1.0.1", "MIT", "tests", (".",), pairs("jmespath/{}.py", "parser")),
-    Package("xmltodict", "0.14.2", "MIT", "tests", (".",), pairs("xmltodict.py", "xmltodict dicttoxml")),
 )
 
 
@@ -144,7 +145,8 @@ def found_in(runner: Runner, path: str, test_file: str, rng: random.Random) -> I
     for function in listed:
         bugs = list(mutate.candidates(source.split("\n"), function))
         rng.shuffle(bugs)
-        for bug in bugs[:MUTANTS]:
+        # A needless `return not` gives itself away: other bugs first.
+        for bug in sorted(bugs, key=lambda bug: bug.old == "return ")[:MUTANTS]:
             count = usable(runner, function, bug, source, test_file, set(good.passed))
             if count:
                 yield Found(runner.package, function, bug, test_file, count)
@@ -220,14 +222,17 @@ def search(package: Package, sdists: Path, rng: random.Random) -> list[Found]:
 
 
 def choose(found: list[Found], rng: random.Random) -> list[tuple[Found, str]]:
-    """Random tasks, those with more candidate edits first and no package with more than half; a third is held out."""
+    """Random tasks, those with more candidate edits first, no package with more than half; a third is held out."""
     rng.shuffle(found)
-    wanted, taken = TRAIN + HELDOUT, Counter[str]()
+    wanted = TRAIN + HELDOUT
+    packages, edits = Counter[str](), Counter[str]()
     chosen: list[Found] = []
     for one in sorted(found, key=lambda one: -min(one.candidates, 4)):
-        if len(chosen) < wanted and taken[one.package.name] < wanted // 2:
+        full = packages[one.package.name] >= wanted // 2 or edits[one.bug.old] >= PER_EDIT
+        if len(chosen) < wanted and not full:
             chosen.append(one)
-            taken[one.package.name] += 1
+            packages[one.package.name] += 1
+            edits[one.bug.old] += 1
     rng.shuffle(chosen)
     return [(one, "heldout" if i < HELDOUT else "train") for i, one in enumerate(chosen)]
 
