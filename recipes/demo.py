@@ -19,19 +19,19 @@ from lego.tasks.mutants import DemoTasks
 HERE = Path(__file__).parent
 
 recipe = Recipe(
-    # 1.x M parameters, warm-started by a random explorer that never saw an answer (tools/demo_policy).
+    # 1.46 M parameters, warm-started by a random explorer that never saw an answer (tools/demo_policy).
     policy=HERE.parent / "tools" / "demo_policy" / "policy",
     tasks=DemoTasks(index=HERE / "demo_tasks.json"),
     harness=Codex(instructions="You fix bugs."),
-    steps=8,
+    steps=5,
     # One update a batch: the ratio is 1 and the clip never bites, which is what so small a policy wants.
     algorithm=GSPO(),
     # Full weight on failures makes a policy of this size forget how to act at all.
     credit=Credit(scale="none", negative=0.3),
     sampling=Sampling(temperature=1.0, max_tokens=96),
     # Every step visits every training task, so step 0 is also the start measurement.
-    rollout=Rollout(group_size=8, tasks_per_step=20, concurrency=6, max_turns=5, harness_timeout_s=60.0),
+    rollout=Rollout(group_size=8, tasks_per_step=24, concurrency=6, max_turns=5, harness_timeout_s=60.0),
     engine=VllmServer(dtype="float32", max_model_len=1024, max_num_seqs=16, kv_cache_mib=128),
-    trainer=TrainerSpec(lr=5e-4, token_budget=8192, dtype="float32", threads=2),
+    trainer=TrainerSpec(lr=1e-3, token_budget=8192, dtype="float32", threads=2),
     validation=Validation(train_attempts=8, heldout_attempts=4),
 )
