@@ -6,13 +6,13 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import tyro
 
-from harnesses.base import HarnessNotFetched
+from harnesses.base import Harness, HarnessNotFetched
 from lego.errors import EngineError, GateError, HarnessError, TrainerError, UsageError, VerdictError
 from lego.recipe import Recipe
 from sandbox.base import SandboxError
@@ -63,14 +63,21 @@ def resolve(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
     if argv[0].startswith("-"):
         raise UsageError(f"the recipe file comes first: {program} RECIPE.py {argv[0]} …")
     path = Path(argv[0])
+    own = load_recipe(path)
     recipe = tyro.cli(
         Recipe,
-        default=load_recipe(path),
+        default=own,
         args=list(argv[1:]),
         prog=f"{program} {path}",
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
     )
-    return path, recipe
+    return path, replace(recipe, harness=_as_set(own, recipe.harness))
+
+
+def _as_set(recipe: Recipe, chosen: Harness) -> Harness:
+    """The harness of that name as the recipe sets its fields, if it does; a name alone takes the defaults."""
+    own = (recipe.harness, *recipe.other_harnesses)
+    return next((harness for harness in own if harness.name == chosen.name), chosen)
 
 
 def described(value: object) -> object:

@@ -119,7 +119,9 @@ class Recipe:
     """Folder with the policy in HF layout: config.json, safetensors, tokenizer."""
     tasks: tyro.conf.Fixed[TaskSource]
     harness: HarnessByName
-    """The agent program (a name takes its defaults; set its fields in the recipe)."""
+    """The agent program, with the fields that the recipe gives it, or else its defaults."""
+    other_harnesses: tyro.conf.Suppress[tuple[Harness, ...]] = ()
+    """Further harnesses with the fields they shall have when `--harness` names them."""
     steps: int
     """Optimizer steps."""
     seed: int = 0

@@ -62,7 +62,13 @@ async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> N
     async with (
         together(
             recipe.engine.open(recipe.policy, folder / "logs", seed=recipe.seed),
-            recipe.trainer.open(recipe.policy, folder, recipe.algorithm, temperature=recipe.sampling.temperature),
+            recipe.trainer.open(
+                recipe.policy,
+                folder,
+                recipe.algorithm,
+                temperature=recipe.sampling.temperature,
+                shared=shared,
+            ),
         ) as (engine, trainer),
         _proxy(recipe, engine).open() as proxy,
     ):

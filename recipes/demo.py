@@ -9,6 +9,7 @@ Only the sizes are small.
 from pathlib import Path
 
 from harnesses.codex import Codex
+from harnesses.pi import Pi
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
 from lego.learn.client import TrainerSpec
@@ -22,7 +23,9 @@ recipe = Recipe(
     # 1.46 M parameters, warm-started by a random explorer that never saw an answer (tools/demo_policy).
     policy=HERE.parent / "tools" / "demo_policy" / "policy",
     tasks=DemoTasks(index=HERE / "demo_tasks.json"),
+    # Codex by measured cost (tools/bench/harness_cost.py): 0.2 CPU-seconds a trial, pi takes 1.0.
     harness=Codex(instructions="You fix bugs."),
+    other_harnesses=(Pi(instructions="You fix bugs.", tools=("bash",)),),
     steps=5,
     # One update a batch: the ratio is 1 and the clip never bites, which is what so small a policy wants.
     algorithm=GSPO(),

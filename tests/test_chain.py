@@ -13,15 +13,15 @@ from lego.recipe import Recipe, Sabotage, Validation
 ROOT = Path(__file__).parent.parent
 
 
-def small(cache: Path, *, steps: int, tasks: int, group: int, sabotage: Sabotage = "none") -> Recipe:
-    """The demo recipe with fewer trials."""
+def small(cache: Path, *, group: int, sabotage: Sabotage = "none") -> Recipe:
+    """The demo recipe with two steps and fewer trials."""
     demo = load_recipe(ROOT / "recipes/demo.py")
     return replace(
         demo,
         cache=cache,
-        steps=steps,
-        rollout=replace(demo.rollout, tasks_per_step=tasks, group_size=group),
-        validation=Validation(train_attempts=1, heldout_attempts=0),
+        steps=2,
+        rollout=replace(demo.rollout, group_size=group),
+        validation=Validation(train_attempts=group, heldout_attempts=0),
         sabotage=sabotage,
     )
 
@@ -32,14 +32,20 @@ async def run(recipe: Recipe, folder: Path) -> None:
     await run(recipe, folder, "test")
 
 
+def rise(summary: dict) -> float:
+    """By how much the 95 % interval at the end lies above the one at the start; negative where they overlap."""
+    return summary["solve_end"]["train"][1] - summary["solve_start"]["train"][2]
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.harness
-async def test_two_real_steps_train_on_exactly_what_was_sampled(tmp_path: Path, fetched_cache: Path):
-    await run(small(fetched_cache, steps=2, tasks=6, group=4), tmp_path / "run")
+async def test_two_real_steps_train_on_exactly_what_was_sampled_and_learn(tmp_path: Path, fetched_cache: Path):
+    await run(small(fetched_cache, group=4), tmp_path / "run")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert rise(summary) > 0
     assert summary["pearson"] >= 0.999
     assert summary["k3"] < 5e-4
     assert summary["routing_coverage"] == 1.0
@@ -60,8 +66,16 @@ async def test_two_real_steps_train_on_exactly_what_was_sampled(tmp_path: Path, 
 
 @pytest.mark.harness
 async def test_permuted_replay_rows_stop_the_run_by_its_own_gate(tmp_path: Path, fetched_cache: Path):
-    recipe = small(fetched_cache, steps=1, tasks=24, group=2, sabotage="permute_replay")
+    recipe = small(fetched_cache, group=2, sabotage="permute_replay")
     with pytest.raises(ExceptionGroup) as caught:
         await run(recipe, tmp_path / "run")
     assert caught.group_contains(GateError, match="pearson|k3")
     assert not (tmp_path / "run/policy").exists()
+
+
+@pytest.mark.harness
+async def test_with_shuffled_advantages_the_solve_rate_does_not_rise(tmp_path: Path, fetched_cache: Path):
+    await run(small(fetched_cache, group=4, sabotage="shuffle_advantages"), tmp_path / "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["solve_start"]["train"][0] > 0, "nothing to shuffle"
+    assert rise(summary) < 0

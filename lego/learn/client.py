@@ -150,15 +150,16 @@ class TrainerSpec:
         logs = run / "trainer"
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "failure.json").unlink(missing_ok=True)
-        with _shared_folder() as shared:
-            async with _opened(self, model, logs, shared, algorithm or GSPO(), temperature) as trainer:
+        with _wire_folder(shared) as wire:
+            async with _opened(self, model, logs, wire, algorithm or GSPO(), temperature) as trainer:
                 yield trainer
 
 
 @contextmanager
-def _shared_folder() -> Iterator[Path]:
-    """A private folder, in shared memory where there is any, for batches and the control socket."""
-    folder = Path(tempfile.mkdtemp(prefix="lego-trainer-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+def _wire_folder(home: Path | None) -> Iterator[Path]:
+    """A private folder in `home`, by default in shared memory, for batches and the control socket."""
+    home = home or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+    folder = Path(tempfile.mkdtemp(prefix="lego-trainer-", dir=home))
     try:
         yield folder
     finally:
