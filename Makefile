@@ -17,8 +17,10 @@ venv: .venv/installed
 .venv/installed: locks/cpu.txt locks/dev.txt pyproject.toml
 	@rm -rf .venv
 	$(PYTHON) -m venv .venv
+	@# torch first, and not by hash: pip takes its CPU build where one is to be found, which is not on every index.
+	$(BIN)/python -m pip install --no-compile --no-deps torch==2.13.0
 	$(BIN)/python -m pip install --no-compile --no-deps --require-hashes -r locks/cpu.txt -r locks/dev.txt
-	@# Only where torch's CPU build could not be found: its CUDA build wants these libraries even to be imported.
+	@# The usual build wants its CUDA libraries even to be imported; for the CPU build this does nothing.
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@# Without bytecode each start of vLLM takes twice as long; a few files of other packages cannot be compiled.

@@ -23,7 +23,7 @@ from lego.observe.interval import Rate
 from lego.observe.memory import PeakMemory
 from lego.observe.outputs import Outputs
 from lego.observe.store import open_run
-from lego.observe.terminal import View, open_view
+from lego.observe.terminal import View, number, open_view
 from lego.recipe import Recipe
 from lego.rollout.trial import Trials
 from lego.structured import together
@@ -32,6 +32,7 @@ from sandbox.base import Mount
 
 SHM = Path("/dev/shm")
 MARK = "lego-run-"
+FIDELITY = {"pearson": ".6f", "k3": ".1e", "routing_coverage": ".1%", "trainable_share": ".1%"}
 
 
 async def run(recipe: Recipe, folder: Path, title: str) -> None:
@@ -112,14 +113,12 @@ def _report(view: View, folder: Path, account: Account) -> None:
     """The end table and where to look."""
     rates = account.rates
     rows = [(split, *(str(rates[moment].get(split, Rate(0, 0))) for moment in rates)) for split in SPLITS]
-    s = account.summary()
     view.report(
         ("tasks", "solved at the start, 95 %", "solved at the end, 95 %"),
         rows,
         (
-            f"Pearson {s['pearson']}  k3 {s['k3']}  routing coverage {s['routing_coverage']}  "
-            f"trainable share {s['trainable_share']}",
-            f"{s['trials']} trials, {s['verdicts_reused']} verdicts reused, peak memory {s['peak_rss_gib']:.1f} GiB",
+            "   ".join(f"{name} {number(account.fidelity()[name], form)}" for name, form in FIDELITY.items()),
+            f"{account.trials} trials, {account.reused} verdicts reused, peak memory {account.memory.peak_gib:.1f} GiB",
             f"numbers: {folder / 'summary.json'}   every trial: {folder / 'trials.jsonl'}",
             f"trained policy: {folder / 'policy'}   curves: tensorboard --logdir {folder / 'tensorboard'}",
         ),

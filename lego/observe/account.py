@@ -41,18 +41,23 @@ class Account:
         """Wall seconds of a phase."""
         self.seconds[phase] += seconds
 
-    def summary(self) -> dict[str, object]:
-        """What summary.json holds: worst fidelity of all steps, k3 of the first."""
-        reports = self.reports
-        sampled = self.tokens["sampled"]
+    def fidelity(self) -> dict[str, float | None]:
+        """The worst of all steps, but k3 of the first."""
+        reports, sampled = self.reports, self.tokens["sampled"]
         return {
-            "solve_start": {split: self._triple("start", split) for split in SPLITS},
-            "solve_end": {split: self._triple("end", split) for split in SPLITS},
             "pearson": min((r.pearson for r in reports), default=None),
             "k3": reports[0].k3 if reports else None,
             "k3_max": max((r.k3 for r in reports), default=None),
             "routing_coverage": min((r.routing_coverage for r in reports), default=None),
             "trainable_share": self.tokens["trainable"] / sampled if sampled else None,
+        }
+
+    def summary(self) -> dict[str, object]:
+        """What summary.json holds."""
+        return {
+            "solve_start": {split: self._triple("start", split) for split in SPLITS},
+            "solve_end": {split: self._triple("end", split) for split in SPLITS},
+            **self.fidelity(),
             "tokens": dict(self.tokens),
             "trials": self.trials,
             "outcomes": dict(self.outcomes),

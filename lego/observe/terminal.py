@@ -50,7 +50,8 @@ def bars(values: Sequence[float]) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(v * len(BARS)))] for v in values)
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A number in a format, or a dash where nobody measured it."""
     return "–" if value is None else format(value, form)
 
 
@@ -71,9 +72,9 @@ def cells(row: StepRow) -> tuple[str, ...]:
         str(row.step),
         str(row.solve),
         _outcomes(row.outcomes) + f" ({row.reused} verdicts reused)",
-        _number(row.pearson, ".6f"),
-        _number(row.k3, ".1e"),
-        _number(row.routing_coverage, ".1%"),
+        number(row.pearson, ".6f"),
+        number(row.k3, ".1e"),
+        number(row.routing_coverage, ".1%"),
         format(row.trainable_share, ".1%"),
         _seconds(row.seconds),
     )
