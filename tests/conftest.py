@@ -20,8 +20,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fetched_cache() -> Path:
     """The user's own cache with Codex in it; tasks are built there once."""
-    fetch(Codex(), DEFAULT_CACHE)
-    return DEFAULT_CACHE
+    cache = DEFAULT_CACHE.expanduser()
+    fetch(Codex(), cache)
+    return cache
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -51,8 +51,9 @@ def stopping_at(engine: VllmEngine, stop_ids: tuple[int, ...]) -> Iterator[None]
 async def test_answers_at_once_report_the_logprobs_and_experts_of_the_model(vllm_engine: VllmEngine, tiny_model: Path):
     prompts = [prompt(i, 40 + 17 * i) for i in range(8)]
     sampling = Sampling(max_tokens=24, temperature=0.7)
-    async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(vllm_engine.generate(ids, sampling, session=str(ids[0]))) for ids in prompts]
+    with stopping_at(vllm_engine, ()):
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(vllm_engine.generate(ids, sampling, session=str(ids[0]))) for ids in prompts]
     for ids, call in zip(prompts, calls, strict=True):
         got = call.result()
         assert (got.prompt_len, len(got.output_ids), got.finish) == (len(ids), 24, "length")

@@ -7,6 +7,7 @@ Python and torch give the same weights. The explorer sees functions and applicab
 """
 
 import argparse
+import hashlib
 import json
 import logging
 import random
@@ -230,6 +231,8 @@ def _paths(ground: Ground) -> list[str]:
 
 def _unpacked(sdists: Path, package: dict) -> Iterator[Source]:
     archive = sdists / f"{package['name'].replace('-', '_')}-{package['version']}.tar.gz"
+    if not archive.is_file() or hashlib.sha256(archive.read_bytes()).hexdigest() != package["sha256"]:
+        raise SystemExit(f"--sdists: {archive} is missing or not the archive with sha256 {package['sha256']}")
     with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
         (top,) = Path(folder).iterdir()
