@@ -16,6 +16,7 @@ from lego.chat.render import Renderer
 from lego.cli import described
 from lego.engine.base import Engine
 from lego.engine.folder import read_model_folder
+from lego.errors import UsageError
 from lego.learn.client import Trainer
 from lego.loop import Loop
 from lego.observe.account import SPLITS, Account
@@ -30,6 +31,7 @@ from lego.structured import together
 from lego.tasks.verdict import Grader
 from sandbox.base import Mount
 
+log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
 MARK = "lego-run-"
 FIDELITY = {"pearson": ".6f", "k3": ".1e", "routing_coverage": ".1%", "trainable_share": ".1%"}
@@ -55,7 +57,9 @@ async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> N
     """Tasks, harness, engine, trainer and proxy opened, trained with, and closed."""
     cache = recipe.cache.expanduser()
     mounts = recipe.harness.mounts(cache)
-    recipe.sandbox.probe()
+    log.info("boxes here: %s", recipe.sandbox.probe())
+    if shutil.which("git") is None:
+        raise UsageError("git is not installed; the patches of trials are made with it")
     await recipe.sandbox.reap()
     out.view.phase("tasks")
     tasks = await recipe.tasks.build(cache, recipe.sandbox, out.view.progress)

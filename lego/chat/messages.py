@@ -72,7 +72,8 @@ def clean(text: str) -> str:
 def _message(item: object, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadMessage(f"{where}: {type(item).__name__} found, an object is wanted")
-    role = ROLES.get(item.get("role", ""))
+    name = item.get("role")
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise BadMessage(f"{where}.role: {item.get('role')!r} found, one of {', '.join(ROLES)} is wanted")
     text = read_text(item.get("content"), f"{where}.content")
@@ -98,7 +99,7 @@ def _part(part: object, where: str) -> str:
     if isinstance(part, str):
         return clean(part)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if not isinstance(part, Mapping) or kind not in _TEXT_PARTS:
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise BadMessage(f"{where}: part type {kind!r} found, only text parts can be read by this model")
     text = part.get("refusal") if kind == "refusal" else part.get("text")
     if not isinstance(text, str):
