@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import os
 import runpy
 import sys
 import traceback
@@ -112,9 +113,14 @@ def guarded(main: Callable[[], None]) -> None:
     """Runs `main`; expected errors become one line, Ctrl-C a quiet end, a bug keeps its traceback."""
     try:
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output left; what is still buffered goes nowhere, and quietly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (*EXPECTED, OSError, BaseExceptionGroup) as error:
         expected = first_expected(error)
         if expected is None:

@@ -1,5 +1,6 @@
 """A recipe: everything one run needs, as frozen values. Loading one imports neither torch nor vLLM."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,10 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         "validation.train_attempts": (recipe.validation.train_attempts, 1),
         "validation.heldout_attempts": (recipe.validation.heldout_attempts, 0),
         "sampling.max_tokens": (sampling.max_tokens, 1),
+        "seed": (recipe.seed, 0),
+        "rollout.limits.pids": (rollout.limits.pids, 1),
+        "rollout.limits.disk_mib": (rollout.limits.disk_mib, 1),
+        "engine.kv_cache_mib": (1 if recipe.engine.kv_cache_mib is None else recipe.engine.kv_cache_mib, 1),
     }
     for name, (value, low) in least.items():
         if value < low:
@@ -182,8 +187,20 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
     for name, value in {
         "sampling.temperature": sampling.temperature,
         "rollout.harness_timeout_s": rollout.harness_timeout_s,
+        "rollout.limits.memory_gib": rollout.limits.memory_gib,
+        "rollout.limits.cpus": rollout.limits.cpus,
+        "trainer.lr": recipe.trainer.lr,
     }.items():
-        if not value > 0:
-            yield f"{name}: {value}, wanted more than 0"
+        if not 0 < value < math.inf:
+            yield f"{name}: {value}, wanted more than 0 and finite"
+    if not rollout.harness_timeout_s < rollout.limits.deadline_s < math.inf:
+        yield (
+            f"rollout.limits.deadline_s: {rollout.limits.deadline_s}, "
+            f"wanted more than rollout.harness_timeout_s {rollout.harness_timeout_s}"
+        )
+    if not 0 <= rollout.max_unscored <= 1:
+        yield f"rollout.max_unscored: {rollout.max_unscored}, wanted 0 to 1"
+    if not 0 <= recipe.engine.port <= 65535:
+        yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:
         yield f"credit.negative: {credit.negative}, wanted 0 to 1"

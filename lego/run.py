@@ -60,9 +60,15 @@ async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> N
     log.info("boxes here: %s", recipe.sandbox.probe())
     if shutil.which("git") is None:
         raise UsageError("git is not installed; the patches of trials are made with it")
+    experts = read_model_folder(recipe.policy).experts
+    if experts % recipe.trainer.world_size:
+        raise UsageError(f"trainer.world_size: {recipe.trainer.world_size}, wanted a divisor of the {experts} experts")
+    renderer = Renderer.load(recipe.policy)
     await recipe.sandbox.reap()
     out.view.phase("tasks")
     tasks = await recipe.tasks.build(cache, recipe.sandbox, out.view.progress)
+    if not tasks.train:
+        raise UsageError("tasks: none of them is for training (split train)")
     out.view.phase("starting engine and trainer")
     async with (
         together(
@@ -75,21 +81,21 @@ async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> N
                 shared=shared,
             ),
         ) as (engine, trainer),
-        _proxy(recipe, engine).open() as proxy,
+        _proxy(recipe, engine, renderer).open() as proxy,
     ):
         trials = _trials(recipe, mounts, proxy, folder)
         await Loop(recipe, tasks, trials, engine, trainer, out, shared).run()
         await _keep(trainer, out.view, folder)
 
 
-def _proxy(recipe: Recipe, engine: Engine) -> Proxy:
+def _proxy(recipe: Recipe, engine: Engine, renderer: Renderer) -> Proxy:
     experts = read_model_folder(recipe.policy).experts
     limits = SessionLimits(
         context_tokens=recipe.engine.max_model_len,
         max_turns=recipe.rollout.max_turns,
         experts=experts if experts and recipe.engine.routing else None,
     )
-    return Proxy(engine=engine, renderer=Renderer.load(recipe.policy), sampling=recipe.sampling, limits=limits)
+    return Proxy(engine=engine, renderer=renderer, sampling=recipe.sampling, limits=limits)
 
 
 def _trials(recipe: Recipe, mounts: tuple[Mount, ...], proxy: Proxy, folder: Path) -> Trials:

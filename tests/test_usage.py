@@ -1,6 +1,7 @@
 """What a user can get wrong: one clear message each, no traceback, nothing left behind."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,42 @@ def test_a_wrong_value_names_flag_and_value():
 
 def test_all_that_cannot_be_is_told_at_once():
     refused(train(DEMO, "--steps", "0", "--rollout.group-size", "1"), "steps: 0", "rollout.group_size: 1")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("engine.port", "99999"),
+        ("sampling.temperature", "inf"),
+        ("trainer.lr", "inf"),
+        ("rollout.limits.memory-gib", "-1"),
+        ("rollout.limits.cpus", "nan"),
+        ("rollout.limits.deadline-s", "30"),
+        ("rollout.max-unscored", "nan"),
+        ("seed", "-1"),
+    ],
+)
+def test_a_value_out_of_range_names_field_value_and_range(flag: str, value: str):
+    refused(train(DEMO, f"--{flag}", value), flag.replace("-", "_"), value, "wanted")
+
+
+def test_a_world_size_that_does_not_divide_the_experts_is_refused_at_once(tmp_path, fetched_cache):
+    flags = ("--trainer.world-size", "3", "--run-dir", str(tmp_path / "run"), "--cache", str(fetched_cache))
+    refused(train(DEMO, *flags), "trainer.world_size: 3", "8 experts")
+
+
+@pytest.mark.parametrize(("name", "content"), [("config.json", "[]"), ("tokenizer.json", '{"a":')])
+def test_a_broken_policy_file_is_named(tmp_path, fetched_cache, name: str, content: str):
+    policy = shutil.copytree(ROOT / "tools/demo_policy/policy", tmp_path / "policy")
+    (policy / name).write_text(content)
+    flags = ("--policy", str(policy), "--run-dir", str(tmp_path / "run"), "--cache", str(fetched_cache))
+    refused(train(DEMO, *flags), str(policy / name))
+
+
+def test_help_into_a_closed_pipe_is_quiet():
+    shell = f"{sys.executable} -m lego.train {DEMO} --help | head -1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stderr == ""
 
 
 def test_a_recipe_that_breaks_is_named_with_its_line(tmp_path):

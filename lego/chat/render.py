@@ -155,8 +155,12 @@ class _Vocabulary:
     def __init__(self, folder: Path) -> None:
         text = _read(folder / "tokenizer.json")
         self.name_or_path = str(folder)
+        try:
+            bare = json.loads(text) | {"added_tokens": [], "post_processor": None}
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
         self._full = Tokenizer.from_str(text)
-        self._plain = Tokenizer.from_str(json.dumps(json.loads(text) | {"added_tokens": [], "post_processor": None}))
+        self._plain = Tokenizer.from_str(json.dumps(bare))
         self._control = {token.content: i for i, token in self._full.get_added_tokens_decoder().items()}
         names = sorted(self._control, key=len, reverse=True)
         self._search = re.compile("|".join(map(re.escape, names)) or r"(?!)")

@@ -47,11 +47,14 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"model folder {path.parent} has no {path.name}") from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds a {type(found).__name__}, wanted a JSON object")
+    return found
 
 
 def _number(config: dict[str, Any], key: str, path: Path) -> int:

@@ -61,6 +61,8 @@ class Plan:
             rows = json.loads(text)
             packages = {row["name"]: _package(row) for row in rows["packages"]}
             mutants = tuple(_mutant(row, packages) for row in rows["tasks"])
+            if not mutants:
+                raise ValueError("no tasks in it")
         except OSError as error:
             raise UsageError(f"tasks.index: cannot read {path}: {error.strerror}") from error
         except (KeyError, TypeError, ValueError) as error:
