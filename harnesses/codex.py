@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.packages import NpmTarball, Part, locate
-from harnesses.reading import exit_error, milliseconds
+from harnesses.reading import events, exit_error, milliseconds
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/codex")
@@ -120,7 +120,7 @@ class Codex:
     def ended(self, result: ExecResult) -> End:
         """Reads the JSON lines: items of type `error` are warnings, a `turn.failed` is the end of the run."""
         failure = None
-        for event in _events(result.stdout):
+        for event in events(result.stdout):
             if event.get("type") == "turn.failed":
                 failure = str(event.get("error", {}).get("message") or "turn.failed without a message")
             elif event.get("type") == "turn.completed":
@@ -185,14 +185,3 @@ def _literal(value: str | bool | int | list[str]) -> str:
 def _string(text: str) -> str:
     # JSON's escapes are TOML's, but for DEL, which TOML wants escaped, and surrogate pairs, which it forbids.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _events(stdout: bytes) -> Iterator[Mapping]:
-    """The objects among the lines of output; what is cut or not JSON is passed over."""
-    for line in stdout.splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event

@@ -1,14 +1,14 @@
 """The OpenCode agent (MIT): one binary with its own JavaScript runtime, speaks all three formats."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.packages import NpmTarball, Part, locate
-from harnesses.reading import exit_error, milliseconds
+from harnesses.reading import events, exit_error, milliseconds
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/opencode")
@@ -111,7 +111,7 @@ class OpenCode:
     def ended(self, result: ExecResult) -> End:
         """Reads the JSON lines: an `error` that no further step followed is the end of the run."""
         failure = None
-        for event in _events(result.stdout):
+        for event in events(result.stdout):
             if event.get("type") == "error":
                 failure = _message(event.get("error"))
             elif event.get("type") == "step_finish":
@@ -145,17 +145,6 @@ class OpenCode:
             },
             "models": {endpoint.model: {"name": endpoint.model, "tool_call": True, "limit": size}},
         }
-
-
-def _events(stdout: bytes) -> Iterator[Mapping]:
-    """The objects among the lines of output; what is cut or not JSON is passed over."""
-    for line in stdout.splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _message(error: object) -> str:

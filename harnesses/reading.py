@@ -1,6 +1,20 @@
 """Small readings that all harnesses share."""
 
+import json
+from collections.abc import Iterator, Mapping
+
 from sandbox.base import ExecResult
+
+
+def events(stdout: bytes) -> Iterator[Mapping]:
+    """The objects among the lines of output; what is cut or not JSON is passed over."""
+    for line in stdout.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def exit_error(result: ExecResult) -> str | None:

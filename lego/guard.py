@@ -2,9 +2,9 @@
 
 Stdin must be a pipe whose other end only the driver holds: its end of file means the driver is gone, however it died.
 Orphans of the tree come back to this process (it is their subreaper), so new sessions and double forks do not escape.
-On SIGTERM, SIGINT, SIGHUP, end of file or the command's end, the tree gets SIGTERM, a grace, then SIGKILL. Exit
-status: the command's, or 128 + the signal that killed it. Not covered: SIGKILL of this process itself (then only the
-command dies at once), and processes of another user.
+On SIGTERM, SIGINT, SIGHUP, end of file or the command's end, the tree gets SIGTERM, a grace, then SIGKILL; SIGUSR1 and
+the driver's end cut the grace short. Exit status: the command's, or 128 + the signal that killed it. Not covered:
+SIGKILL of this process itself (then only the command dies at once), and processes of another user.
 """
 
 import ctypes
@@ -14,10 +14,13 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+HURRY = signal.SIGUSR1
+"""Asks for an end without grace."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LOOK_S = 1.0
 """How often the parent is looked at: the second watch, for a pipe end that leaked into a process that lives on."""
@@ -40,8 +43,11 @@ def main(args: list[str]) -> int:
     wakeup = _wake_on_signals()
     child = _start(argv)
     reaped = _Reaper(child)
-    _watch(wakeup, driver, reaped)
-    _end_tree(grace_s, reaped)
+    hurried = _watch(wakeup, driver, reaped)
+    _send(signal.SIGTERM)
+    if not hurried:
+        _wait_alone(time.monotonic() + grace_s, reaped, lambda: HURRY in _read(wakeup) or os.getppid() != driver)
+    _kill_tree(reaped)
     return reaped.status if reaped.status is not None else 128 + signal.SIGKILL
 
 
@@ -97,7 +103,7 @@ def _wake_on_signals() -> int:
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+    for number in (*STOP_SIGNALS, HURRY, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     return read
@@ -109,7 +115,7 @@ def _start(argv: list[str]) -> int:
     if pid:
         return pid
     try:
-        for number in (*STOP_SIGNALS, signal.SIGCHLD, signal.SIGPIPE):
+        for number in (*STOP_SIGNALS, HURRY, signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
@@ -121,32 +127,38 @@ def _start(argv: list[str]) -> int:
     os._exit(127)
 
 
-def _watch(wakeup: int, driver: int, reaped: _Reaper) -> None:
-    """Returns when the command ended, a stop was asked for, or the driver is gone."""
+def _watch(wakeup: int, driver: int, reaped: _Reaper) -> bool:
+    """Waits for the command's end, a stop signal, or the driver's end; True if there is no time for grace."""
     while True:
         ready, _, _ = select.select([0, wakeup], [], [], LOOK_S)
-        asked = os.read(wakeup, 4096) if wakeup in ready else b""
+        asked = _read(wakeup)
         gone = (0 in ready and os.read(0, 4096) == b"") or os.getppid() != driver
         reaped.collect()
-        if reaped.status is not None or gone or any(number in asked for number in STOP_SIGNALS):
-            return
+        if reaped.status is not None or gone or any(number in asked for number in (*STOP_SIGNALS, HURRY)):
+            return HURRY in asked
 
 
-def _end_tree(grace_s: float, reaped: _Reaper) -> None:
-    _send(signal.SIGTERM)
-    _wait_alone(time.monotonic() + grace_s, reaped)
+def _read(wakeup: int) -> bytes:
+    """The numbers of the signals that came since the last call."""
+    try:
+        return os.read(wakeup, 4096)
+    except BlockingIOError:
+        return b""
+
+
+def _kill_tree(reaped: _Reaper) -> None:
     deadline = time.monotonic() + KILL_S
     while not reaped.alone and time.monotonic() < deadline:
         _send(signal.SIGKILL)
-        _wait_alone(time.monotonic() + 0.05, reaped)
+        _wait_alone(time.monotonic() + 0.05, reaped, lambda: False)
     if not reaped.alone:
         os.write(2, f"guard: processes outlived SIGKILL by {KILL_S:g} s: {_descendants()}\n".encode())
 
 
-def _wait_alone(deadline: float, reaped: _Reaper) -> None:
+def _wait_alone(deadline: float, reaped: _Reaper, hurried: Callable[[], bool]) -> None:
     while True:
         reaped.collect()
-        if reaped.alone or time.monotonic() >= deadline:
+        if reaped.alone or time.monotonic() >= deadline or hurried():
             return
         time.sleep(0.02)
 

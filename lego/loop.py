@@ -53,6 +53,7 @@ class Loop:
         """`shared` is a folder in shared memory where weights pass from trainer to engine."""
         self.recipe, self.tasks, self.trials, self.engine, self.trainer = recipe, tasks, trials, engine, trainer
         self.out, self.shared = out, shared
+        self.per_step = min(recipe.rollout.tasks_per_step, len(tasks.train))
         self.version = 0
         self._moved = asyncio.Condition()
 
@@ -71,7 +72,7 @@ class Loop:
         """Solve rates of training and held-out tasks; the first step stands in where it visits every task once."""
         validation = self.recipe.validation
         splits = {"heldout": (self.tasks.heldout, validation.heldout_attempts)}
-        if moment == "end" or self.recipe.rollout.tasks_per_step != len(self.tasks.train):
+        if moment == "end" or self.per_step != len(self.tasks.train):
             splits["train"] = (self.tasks.train, validation.train_attempts)
         for split, (tasks, each) in splits.items():
             self.out.view.phase(f"measure {split} at {moment}", len(tasks) * each)
@@ -83,7 +84,7 @@ class Loop:
         for step in range(self.recipe.steps):
             async with self._moved:
                 await self._moved.wait_for(lambda step=step: self.version >= step - rollout.staleness)
-            tasks = tasks_of_step(self.tasks.train, rollout.tasks_per_step, step, self.recipe.seed)
+            tasks = tasks_of_step(self.tasks.train, self.per_step, step, self.recipe.seed)
             self.out.view.phase(f"step {step}: trials", len(tasks) * rollout.group_size)
             await batches.put(await self._trials(attempts(tasks, rollout.group_size), step))
 

@@ -28,7 +28,7 @@ class Rollout:
     group_size: int = 8
     """Trials of one task in one step; their mean reward is the baseline."""
     tasks_per_step: int = 16
-    """Tasks visited in one step, in turn through the training tasks."""
+    """Tasks visited in one step, in turn through the training tasks; all of them where there are fewer."""
     concurrency: int = 8
     """Trials alive at once."""
     max_turns: int = 8
@@ -126,7 +126,7 @@ class Recipe:
     steps: int
     """Optimizer steps."""
     seed: int = 0
-    """Seed of task order, sampling and optimizer."""
+    """Seed of task order and sampling."""
     cache: Path = Path("~/.cache/lego")
     """Fetched harnesses and built tasks."""
     run_dir: Path | None = None

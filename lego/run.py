@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lego.capture.server import Proxy
@@ -29,7 +30,7 @@ from lego.recipe import Recipe
 from lego.rollout.trial import Trials
 from lego.structured import together
 from lego.tasks.verdict import Grader
-from sandbox.base import Mount
+from sandbox.base import Capabilities, Mount
 
 log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
@@ -37,42 +38,60 @@ MARK = "lego-run-"
 FIDELITY = {"pearson": ".6f", "k3": ".1e", "routing_coverage": ".1%", "trainable_share": ".1%"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What was found out before anything was opened or written."""
+
+    mounts: tuple[Mount, ...]
+    capabilities: Capabilities
+    experts: int
+    renderer: Renderer
+
+
 async def run(recipe: Recipe, folder: Path, title: str) -> None:
     """Trains as the recipe says; everything it found out lies in `folder` afterwards."""
+    ready = _ready(recipe)
     with open_run(folder) as store, _log_file(folder / "run.log"), open_view(title) as view, shared_folder() as shared:
         store.document("recipe.json", described(recipe))
+        log.info("boxes here: %s", ready.capabilities)
         memory = PeakMemory()
         out = Outputs(store=store, view=view, account=Account(memory))
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(memory.watch())
-                await _opened(recipe, folder, out, shared)
+                await _opened(recipe, ready, folder, out, shared)
                 watching.cancel()
         finally:
             store.document("summary.json", out.account.summary())
     _report(view, folder, out.account)
 
 
-async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> None:
-    """Tasks, harness, engine, trainer and proxy opened, trained with, and closed."""
-    cache = recipe.cache.expanduser()
-    mounts = recipe.harness.mounts(cache)
-    log.info("boxes here: %s", recipe.sandbox.probe())
+def _ready(recipe: Recipe) -> Ready:
+    """Refuses what cannot run on this machine or with this policy; nothing is left behind."""
     if shutil.which("git") is None:
         raise UsageError("git is not installed; the patches of trials are made with it")
     experts = read_model_folder(recipe.policy).experts
     if experts % recipe.trainer.world_size:
         raise UsageError(f"trainer.world_size: {recipe.trainer.world_size}, wanted a divisor of the {experts} experts")
-    renderer = Renderer.load(recipe.policy)
+    return Ready(
+        mounts=recipe.harness.mounts(recipe.cache.expanduser()),
+        capabilities=recipe.sandbox.probe(),
+        experts=experts,
+        renderer=Renderer.load(recipe.policy),
+    )
+
+
+async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shared: Path) -> None:
+    """Tasks, engine, trainer and proxy opened, trained with, and closed."""
     await recipe.sandbox.reap()
     out.view.phase("tasks")
-    tasks = await recipe.tasks.build(cache, recipe.sandbox, out.view.progress)
+    tasks = await recipe.tasks.build(recipe.cache.expanduser(), recipe.sandbox, out.view.progress)
     if not tasks.train:
         raise UsageError("tasks: none of them is for training (split train)")
     out.view.phase("starting engine and trainer")
     async with (
         together(
-            recipe.engine.open(recipe.policy, folder / "logs", seed=recipe.seed),
+            recipe.engine.open(recipe.policy, folder / "logs", seed=recipe.seed, shared=shared),
             recipe.trainer.open(
                 recipe.policy,
                 folder,
@@ -81,21 +100,20 @@ async def _opened(recipe: Recipe, folder: Path, out: Outputs, shared: Path) -> N
                 shared=shared,
             ),
         ) as (engine, trainer),
-        _proxy(recipe, engine, renderer).open() as proxy,
+        _proxy(recipe, ready, engine).open() as proxy,
     ):
-        trials = _trials(recipe, mounts, proxy, folder)
+        trials = _trials(recipe, ready.mounts, proxy, folder)
         await Loop(recipe, tasks, trials, engine, trainer, out, shared).run()
         await _keep(trainer, out.view, folder)
 
 
-def _proxy(recipe: Recipe, engine: Engine, renderer: Renderer) -> Proxy:
-    experts = read_model_folder(recipe.policy).experts
+def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
     limits = SessionLimits(
         context_tokens=recipe.engine.max_model_len,
         max_turns=recipe.rollout.max_turns,
-        experts=experts if experts and recipe.engine.routing else None,
+        experts=ready.experts if ready.experts and recipe.engine.routing else None,
     )
-    return Proxy(engine=engine, renderer=renderer, sampling=recipe.sampling, limits=limits)
+    return Proxy(engine=engine, renderer=ready.renderer, sampling=recipe.sampling, limits=limits)
 
 
 def _trials(recipe: Recipe, mounts: tuple[Mount, ...], proxy: Proxy, folder: Path) -> Trials:
@@ -113,7 +131,7 @@ def _trials(recipe: Recipe, mounts: tuple[Mount, ...], proxy: Proxy, folder: Pat
 
 
 async def _keep(trainer: Trainer, view: View, folder: Path) -> None:
-    """The checkpoint to go on from, and the policy for everyone else."""
+    """The whole training state, and the policy alone for everyone else."""
     view.phase("checkpoint and export")
     await trainer.save(folder / "checkpoint")
     await trainer.save_hf(folder / "policy")

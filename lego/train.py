@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from lego.cli import guarded, parse
-
 
 def main() -> None:
     """The command line."""
+    from lego.cli import parse
+
     path, recipe = parse(sys.argv[1:], "python -m lego.train")
     from lego.run import run  # heavy, so only once the flags are right
 
@@ -21,4 +21,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    try:
+        from lego.cli import guarded  # takes a moment, in which nothing is open yet
+    except KeyboardInterrupt:
+        sys.exit(130)
     guarded(main)

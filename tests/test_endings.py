@@ -69,6 +69,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, fetched_cache: Path, 
     assert b"Traceback" not in said
     assert left_behind(process.pid, str(tmp_path), tmp_path / "boxes") == []
     assert (tmp_path / "run/summary.json").exists()
+    assert not [path for path in (tmp_path / "tmp").iterdir() if path.is_socket()]
 
 
 @pytest.mark.harness

@@ -94,6 +94,20 @@ def test_the_tree_gets_its_grace_before_it_is_killed(tmp_path: Path):
     assert (tmp_path / "bye").read_text() == "bye"
 
 
+def test_a_hurried_tree_gets_no_grace(tmp_path: Path):
+    code = (
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
+    )
+    process = start(sys.executable, "-c", code, grace_s=60)
+    wait_for((tmp_path / "up").exists)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(guard.HURRY)
+    assert process.wait(5) == 128 + signal.SIGKILL
+
+
 def test_processes_left_behind_by_a_finished_command_end_with_it(tmp_path: Path):
     code = f"setsid sleep 600 & echo $! > {tmp_path}/left; exit 3"
     process = start("sh", "-c", code)

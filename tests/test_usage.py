@@ -82,6 +82,19 @@ def test_a_broken_policy_file_is_named(tmp_path, fetched_cache, name: str, conte
     refused(train(DEMO, *flags), str(policy / name))
 
 
+def test_ctrl_c_while_the_program_loads_is_quiet():
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'lego.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_module('lego.train', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    refused(done, code=130)
+
+
 def test_help_into_a_closed_pipe_is_quiet():
     shell = f"{sys.executable} -m lego.train {DEMO} --help | head -1"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -110,6 +123,7 @@ def test_a_run_folder_in_use_is_refused(tmp_path):
 def test_a_harness_that_was_not_fetched_names_the_command(tmp_path):
     done = train(DEMO, "--cache", str(tmp_path / "cache"), "--run-dir", str(tmp_path / "run"))
     refused(done, "harnesses.fetch codex")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unreachable_package_index_is_one_message_and_leaves_no_half_built_tasks(tmp_path, fetched_cache):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from lego.child import Child
@@ -62,8 +63,12 @@ class VllmServer:
     """Further arguments of `vllm serve`."""
 
     @asynccontextmanager
-    async def open(self, model: Path, logs: Path, *, seed: int = 0) -> "AsyncIterator[VllmEngine]":
+    async def open(
+        self, model: Path, logs: Path, *, seed: int = 0, shared: Path | None = None
+    ) -> "AsyncIterator[VllmEngine]":
         """The started engine, weights labelled version 0; its output goes to `logs`/vllm.log.
+
+        Its sockets lie in a folder of their own in `shared`, by default where temporary files go; keep that path short.
 
         UsageError for a bad model folder or no vLLM, before anything is started; EngineError if it does not come up.
         """
@@ -71,10 +76,10 @@ class VllmServer:
         if self.routing and not folder.moe_layers:
             raise UsageError(f"routing is on but model folder {model} has no routed experts")
         cpu = is_cpu_wheel()
-        with reserve_port(self.port) as taken:
+        with reserve_port(self.port) as taken, TemporaryDirectory(prefix="lego-vllm-", dir=shared) as sockets:
             port = taken.getsockname()[1]
             argv = [sys.executable, "-P", "-m", "lego.engine.vllmcli", *self.arguments(model, port, cpu, seed)]
-            env = self.environment(os.environ, cpu)
+            env = self.environment(os.environ, cpu) | {"VLLM_RPC_BASE_PATH": sockets}
             child = Child(argv, env=env, log=logs / "vllm.log", grace_s=self.stop_grace_s)
             async with child, self._connected(f"http://{HOST}:{port}", folder, child) as engine:
                 yield engine
@@ -86,7 +91,11 @@ class VllmServer:
 
         async with connect(url) as http:
             engine = VllmEngine(http, model, routing=self.routing, pause=self.pause, obituary=lambda: obituary(child))
-            await self._wait_until_up(engine, child)
+            try:
+                await self._wait_until_up(engine, child)
+            except BaseException:
+                child.hurry()  # while it starts it does not hear SIGTERM
+                raise
             await engine.label(0)
             yield engine
 

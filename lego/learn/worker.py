@@ -139,11 +139,11 @@ class Worker:
         return {}
 
     def save_hf(self, folder: str) -> dict[str, Any]:
-        """A whole HF folder: weights, and config and tokenizer as they came."""
+        """A whole HF folder: weights, and config and tokenizer as they came; a README tells of other weights."""
         target, source = Path(folder), Path(self.settings.model)
         if self.rank == 0:
             target.mkdir(parents=True, exist_ok=True)
-            others = shutil.ignore_patterns(*WEIGHTS)
+            others = shutil.ignore_patterns(*WEIGHTS, "README*")
             shutil.copytree(source, target, ignore=others, dirs_exist_ok=True)
         return self.export(str(target / "model.safetensors"))
 

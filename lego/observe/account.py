@@ -7,8 +7,7 @@ from lego.learn.client import StepReport
 from lego.observe.interval import Rate
 from lego.observe.memory import PeakMemory
 from lego.records import Trajectory
-
-SPLITS = ("train", "heldout")
+from lego.tasks.task import SPLITS
 
 
 class Account:

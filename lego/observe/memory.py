@@ -19,7 +19,7 @@ class PeakMemory:
         for process in [self._me, *self._me.children(recursive=True)]:
             try:
                 total += process.memory_info().rss
-            except psutil.NoSuchProcess:
+            except psutil.Error:  # it ended, or is not ours to look at
                 continue
         self.peak_gib = max(self.peak_gib, total / GIB)
 

@@ -45,7 +45,7 @@ async def _pip(options: Sequence[str], pins: Sequence[Pin], env: dict[str, str] 
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted, tempfile.TemporaryFile() as errors:
         wanted.write("".join(f"{pin} --hash=sha256:{pin.sha256}\n" for pin in pins))
         wanted.flush()
-        common = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "0", "--no-deps"]
+        common = ["--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2", "--no-deps"]
         words = [options[0], *common, "--require-hashes", "--requirement", wanted.name, *options[1:]]
         try:
             async with asyncio.timeout(WAIT_S):

@@ -255,10 +255,11 @@ def _readme(network: nets.Net, seed: int, cpu_s: float, rates: dict[str, dict[st
         (
             "# Demo policy",
             "",
-            f"Made by `python -m tools.demo_policy.make --seed {seed}`: {parameters:,} parameters, "
+            f"Made by `python -m tools.demo_policy.make --seed {seed} --sdists FOLDER`: {parameters:,} parameters, "
             f"{cpu_s / 60:.1f} CPU-minutes on one thread. It imitates a random explorer that never saw a verdict.",
             "",
-            "Rehearsed rates (8 trials a task): a right look, an edit that applies, a last answer, solved, chance.",
+            "Rehearsed rates (8 trials a task). viewed: it looked at the right place; applied: its edit changed the "
+            "file; ended: it gave a last answer; chance: what random edits would solve if each applied.",
             "",
             "| tasks, harness | viewed | applied | ended | solved | chance |",
             "| --- | --- | --- | --- | --- | --- |",
