@@ -43,6 +43,7 @@ check: venv
 
 bench: venv
 	$(BIN)/python tools/bench/harness_cost.py
+	$(BIN)/python tools/bench/proxy.py
 
 honesty: venv
 	$(BIN)/python -m harnesses.fetch codex

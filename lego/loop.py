@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lego import sabotage
+from lego.capture.session import CANCELLED
 from lego.engine.base import Engine
 from lego.errors import GateError
 from lego.learn.advantages import group_advantages
@@ -20,7 +21,15 @@ from lego.observe.interval import Rate
 from lego.observe.outputs import Outputs
 from lego.recipe import Recipe
 from lego.records import Sample, Trajectory
-from lego.rollout.collect import Attempt, attempts, collect, refuse_unscored, solved_and_asked, tasks_of_step
+from lego.rollout.collect import (
+    Attempt,
+    attempts,
+    collect,
+    refuse_faulty,
+    refuse_unscored,
+    solved_and_asked,
+    tasks_of_step,
+)
 from lego.rollout.credit import Credited, credit
 from lego.rollout.trial import Trials
 from lego.tasks.task import TaskSet
@@ -93,6 +102,7 @@ class Loop:
         run = partial(self.trials.run, version=self.version)
         done = partial(self.out.trial, step)
         trajectories = await collect(wanted, run, concurrency=self.recipe.rollout.concurrency, done=done)
+        refuse_faulty(trajectories, self.recipe.gates.max_faults)
         refuse_unscored(trajectories, self.recipe.rollout.max_unscored)
         return Batch(step=step, trajectories=trajectories, seconds=time.monotonic() - start)
 
@@ -142,6 +152,7 @@ class Loop:
         excluded = sum(sum(t.fidelity.excluded.values()) for t in batch.trajectories)
         if sampled != trained + excluded:
             raise GateError(f"{sampled} tokens sampled, but {trained} trainable and {excluded} excluded")
+        sampled -= sum(t.fidelity.excluded.get(CANCELLED, 0) for t in batch.trajectories)
         least = self.recipe.gates.min_trainable_share
         if sampled and trained < least * sampled:
             causes = [dict(t.fidelity.excluded) for t in batch.trajectories if t.fidelity.excluded]

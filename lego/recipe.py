@@ -13,11 +13,12 @@ from harnesses.known import KNOWN
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GRPO, GSPO, Algorithm
 from lego.learn.client import TrainerSpec
-from lego.records import Sampling
+from lego.records import Keep, Sampling
 from lego.tasks.task import TaskSource
 from sandbox.base import Limits
 from sandbox.bubble import Bubblewrap
 
+MAX_TEMPERATURE = 2.0
 Sabotage = Literal["none", "shuffle_advantages", "permute_replay"]
 
 
@@ -32,7 +33,11 @@ class Rollout:
     concurrency: int = 8
     """Trials alive at once."""
     max_turns: int = 8
-    """Model calls that one trial may make."""
+    """Model calls that one trial may make; side requests (titles and the like) are counted apart."""
+    max_trial_tokens: int | None = None
+    """Tokens that one trial may sample in all its calls; None for no limit."""
+    keep_sessions: Keep = "odd"
+    """Session files in the run folder: of trials with a failed cross-check, unexplained drift or an error; or all."""
     harness_timeout_s: float = 60.0
     """Wall time of one harness run."""
     staleness: int = 0
@@ -41,6 +46,17 @@ class Rollout:
     """What each agent box may use."""
     max_unscored: float = 0.5
     """Share of a step's trials without a reward that stops the run, with the first cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """How conversations become prompts and answers are read."""
+
+    family: str | None = None
+    """Renderer by name, such as qwen3.5 or glm-4.5; `default` is the policy's own chat template. By default what the
+    policy's folder says."""
+    thinking: bool = True
+    """False starts each answer with an empty think block, in families that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +80,9 @@ class Gates:
     min_routing_coverage: float = 1.0
     """Share of trainable tokens whose experts were recorded and replayed."""
     min_trainable_share: float = 0.99
-    """Share of sampled tokens that are trainable."""
+    """Share of sampled tokens that are trainable, those of answers that were cut off by the end of a trial apart."""
+    max_faults: float = 0.01
+    """Share of a step's turns that may fail a cross-check of the capture proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +152,7 @@ class Recipe:
     algorithm: AlgorithmByName = GSPO()
     """Policy loss (a name takes its defaults; set its fields in the recipe)."""
     sampling: Sampling = Sampling()
+    chat: Chat = Chat()
     rollout: Rollout = Rollout()
     credit: Credit = Credit()
     engine: VllmServer = field(default_factory=VllmServer)
@@ -179,6 +198,7 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         "seed": (recipe.seed, 0),
         "rollout.limits.pids": (rollout.limits.pids, 1),
         "rollout.limits.disk_mib": (rollout.limits.disk_mib, 1),
+        "rollout.max_trial_tokens": (1 if rollout.max_trial_tokens is None else rollout.max_trial_tokens, 1),
         "engine.kv_cache_mib": (1 if recipe.engine.kv_cache_mib is None else recipe.engine.kv_cache_mib, 1),
     }
     for name, (value, low) in least.items():
@@ -198,8 +218,12 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
             f"rollout.limits.deadline_s: {rollout.limits.deadline_s}, "
             f"wanted more than rollout.harness_timeout_s {rollout.harness_timeout_s}"
         )
+    if sampling.temperature > MAX_TEMPERATURE:
+        yield f"sampling.temperature: {sampling.temperature}, wanted {MAX_TEMPERATURE} or less (vLLM)"
     if not 0 <= rollout.max_unscored <= 1:
         yield f"rollout.max_unscored: {rollout.max_unscored}, wanted 0 to 1"
+    if not 0 <= recipe.gates.max_faults <= 1:
+        yield f"gates.max_faults: {recipe.gates.max_faults}, wanted 0 to 1"
     if not 0 <= recipe.engine.port <= 65535:
         yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:

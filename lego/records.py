@@ -6,6 +6,7 @@ Axes: P prompt tokens, N output tokens, T tokens of a segment, L MoE layers, K e
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ Mask = NDArray[np.bool_]
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
 
+Keep = Literal["none", "odd", "all"]
+"""Which sessions of a run stay on disk."""
+
+
 class Outcome(StrEnum):
     """How a trial ended; only `solved` and `failed` carry a reward."""
 
@@ -23,6 +28,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     TIMEOUT = "timeout"
     TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
     CONTEXT_EXCEEDED = "context_exceeded"
     OOM = "oom"
     HARNESS_ERROR = "harness_error"
@@ -84,7 +90,8 @@ class Generation:
     routing: Routing | None
     routing_start: int
     versions: tuple[VersionSpan, ...]
-    finish: str  # "stop" | "length"
+    finish: str
+    """`stop`, `length`, or `abort` for what was sampled of an answer that nobody waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +106,16 @@ class Turn:
     sampling: Sampling
     rejected: str | None = None
     """Why this turn is untrainable (a failed invariant, an answer that never arrived); None if it is fine."""
+    asked: Mapping[str, object] = field(default_factory=dict)
+    """Sampling fields that the harness sent; `sampling` was used."""
+    started: float = 0.0
+    """Seconds from the start of the trial to the call."""
     seconds: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Cut by a limit on its length, whatever the dialect told the harness."""
+        return self.generation.finish == "length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +151,8 @@ class Fidelity:
     excluded: Mapping[str, int] = field(default_factory=dict)
     turns: int = 0
     drift: Mapping[str, int] = field(default_factory=dict)
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Turns that failed a cross-check, by the check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +171,8 @@ class Trajectory:
     patch: str = ""
     verdict_reused: bool = False
     detail: str = ""
+    recording: str = ""
+    """The session file in the run's sessions/, if the session was kept."""
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.outcome in SCORED):

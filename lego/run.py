@@ -27,6 +27,7 @@ from lego.observe.outputs import Outputs
 from lego.observe.store import open_run
 from lego.observe.terminal import View, number, open_view
 from lego.recipe import Recipe
+from lego.rollout.sessions import Sessions
 from lego.rollout.trial import Trials
 from lego.structured import together
 from lego.tasks.verdict import Grader
@@ -77,7 +78,7 @@ def _ready(recipe: Recipe) -> Ready:
         mounts=recipe.harness.mounts(recipe.cache.expanduser()),
         capabilities=recipe.sandbox.probe(),
         experts=experts,
-        renderer=Renderer.load(recipe.policy),
+        renderer=Renderer.load(recipe.policy, thinking=recipe.chat.thinking, name=recipe.chat.family),
     )
 
 
@@ -91,7 +92,9 @@ async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shar
     out.view.phase("starting engine and trainer")
     async with (
         together(
-            recipe.engine.open(recipe.policy, folder / "logs", seed=recipe.seed, shared=shared),
+            recipe.engine.open(
+                recipe.policy, folder / "logs", seed=recipe.seed, shared=shared, stop_ids=ready.renderer.stop_ids
+            ),
             recipe.trainer.open(
                 recipe.policy,
                 folder,
@@ -102,7 +105,7 @@ async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shar
         ) as (engine, trainer),
         _proxy(recipe, ready, engine).open() as proxy,
     ):
-        trials = _trials(recipe, ready.mounts, proxy, folder)
+        trials = _trials(recipe, ready, proxy, folder)
         await Loop(recipe, tasks, trials, engine, trainer, out, shared).run()
         await _keep(trainer, out.view, folder)
 
@@ -111,18 +114,20 @@ def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
     limits = SessionLimits(
         context_tokens=recipe.engine.max_model_len,
         max_turns=recipe.rollout.max_turns,
+        max_sampled=recipe.rollout.max_trial_tokens,
         experts=ready.experts if ready.experts and recipe.engine.routing else None,
     )
     return Proxy(engine=engine, renderer=ready.renderer, sampling=recipe.sampling, limits=limits)
 
 
-def _trials(recipe: Recipe, mounts: tuple[Mount, ...], proxy: Proxy, folder: Path) -> Trials:
+def _trials(recipe: Recipe, ready: Ready, proxy: Proxy, folder: Path) -> Trials:
     return Trials(
         sandbox=recipe.sandbox,
         harness=recipe.harness,
-        mounts=mounts,
+        mounts=ready.mounts,
         proxy=proxy,
         grader=Grader(recipe.sandbox, folder / "verdicts.jsonl"),
+        sessions=Sessions(folder=folder / "sessions", which=recipe.rollout.keep_sessions, renderer=ready.renderer),
         limits=recipe.rollout.limits,
         context_tokens=recipe.engine.max_model_len,
         output_tokens=recipe.sampling.max_tokens,

@@ -1,6 +1,7 @@
 """A tiny random Qwen3-MoE in HF layout with a byte-level tokenizer, for tests that need real engines."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,14 +79,30 @@ def random_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
     return out
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One id a byte (0-255), then the control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tok = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+def byte_tokenizer(
+    specials: Sequence[str] = SPECIALS,
+    ids: Mapping[str, int] | None = None,
+    merges: Sequence[tuple[str, str]] = (),
+) -> Tokenizer:
+    """One id a byte (0-255), then merged pairs and the control tokens, or those under the given ids."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tok = Tokenizer(models.BPE({word: i for i, word in enumerate(words)} | dict(ids or {}), list(merges)))
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens(SPECIALS)
+    tok.add_special_tokens([*specials, *(ids or {})])
     return tok
+
+
+def write_chat_model(
+    folder: Path, model_type: str, tokenizer: Tokenizer, *, eos: str, template: str | None = None, **config: object
+) -> Path:
+    """A model folder as far as rendering reads it: no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(eos)}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "chat_template": template}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def write_model(folder: Path, *, seed: int = 0, **changes: object) -> Path:

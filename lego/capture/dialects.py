@@ -1,103 +1,87 @@
-"""Three wire formats through LiteLLM: the one file that touches it, and puts right what it gets wrong.
+"""Three wire formats to one and back: the one file that touches LiteLLM, and puts right what it gets wrong.
 
-A handler of ours stands where LiteLLM expects a provider. It gets each request as chat-completions
-messages, whatever it came as, and its answer leaves in the shape of the request.
+Chat-completions is the form of our own records. A Responses or Messages request goes through LiteLLM to a
+handler that stands where LiteLLM expects a provider and keeps the chat-completions messages it is given.
+LiteLLM spells assistant turns anew (arguments escaped, long names cut, reasoning trimmed, ids lost or changed),
+so those are read here and put in the place of its own.
 """
 
 import contextvars
-import json
 import logging
 import os
-import time
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import replace
 from functools import cache
+from itertools import groupby
+from reprlib import repr as shortened
 from types import ModuleType
 from typing import Any
 
-from lego.chat.messages import BadMessage, Message, Tool, read_messages, read_tools
+from lego.capture.bodies import answer_body
+from lego.capture.offers import offers
+from lego.capture.wire import Body, Dialect, Reply, Request, fault_of, name_of, objects
+from lego.chat.messages import (
+    ROLES,
+    BadMessage,
+    Message,
+    ToolCall,
+    clean,
+    in_call_order,
+    joined,
+    json_text,
+    read_messages,
+    read_part,
+    read_parts,
+    read_role,
+    read_text,
+    read_tools,
+)
 
 SAMPLING_FIELDS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_sequences", "logprobs"}
     | {"max_tokens", "max_completion_tokens", "max_output_tokens", "frequency_penalty", "presence_penalty"}
     | {"tool_choice", "parallel_tool_calls", "thinking", "reasoning", "reasoning_effort"}
 )
+
 _PROVIDER = "lego"
+_SPEAKERS = {name: role for name, role in ROLES.items() if role != "tool"}
+# About tools that only a vendor's own models have. They are never offered here, so no answer of ours has
+# made such an item, and all other text of the history is in other items.
+_VENDOR_ITEMS = frozenset(
+    {"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"}
+    | {"computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"}
+    | {"shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "mcp_list_tools"}
+    | {"mcp_approval_request", "mcp_approval_response"}
+)
 
 
-class Dialect(StrEnum):
-    """A wire format, by the end of its path."""
-
-    CHAT = "chat/completions"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A request in any dialect, read."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    asked: Mapping[str, object] = field(default_factory=dict)
-    """Sampling fields as the harness sent them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """An answer before it takes a wire format. `id` is the same in every event and body of the call."""
-
-    id: str
-    message: Message
-    truncated: bool
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
+_SEALED = re.compile(r"(rs_[0-9a-f]+):(.*)", re.DOTALL)
 
 
 Sample = Callable[[Request], Awaitable[Reply]]
 
 
-@dataclass
-class _Exchange:
-    """One call on its way through LiteLLM, which would wrap our errors in its own."""
-
-    sample: Sample
-    asked: Mapping[str, object]
-    reply: Reply | None = None
-    error: Exception | None = None
-
-
-_exchange: contextvars.ContextVar[_Exchange] = contextvars.ContextVar("lego_exchange")
-
-
-async def converse(dialect: Dialect, body: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+async def converse(dialect: Dialect, body: Body, sample: Sample) -> dict[str, Any]:
     """The plain answer body to a request body. Raises BadMessage, and whatever `sample` raises."""
-    litellm = load()
+    reply = await sample(await read(dialect, body))
+    return answer_body(dialect, reply, body)
+
+
+async def read(dialect: Dialect, body: Body) -> Request:
+    """What a request asks. Raises BadMessage."""
+    fault = fault_of(body)
+    if fault is not None:
+        raise BadMessage(f"the body has {fault}")
     asked = {name: body[name] for name in sorted(SAMPLING_FIELDS) if body.get(name) is not None}
-    exchange = _Exchange(sample, asked)
-    _exchange.set(exchange)
-    entry, correct = _ENTRIES[dialect]
-    arguments = entry(body)
-    call = {
-        Dialect.CHAT: litellm.acompletion,
-        Dialect.RESPONSES: litellm.aresponses,
-        Dialect.MESSAGES: litellm.anthropic.messages.acreate,
-    }[dialect]
-    try:
-        with _unlogged():
-            raw = await call(model=f"{_PROVIDER}/policy", **arguments)
-    except Exception as error:  # LiteLLM lets any error of a translator out; ours are told apart first
-        if exchange.error is not None:
-            raise exchange.error from None
-        if exchange.reply is not None:
-            raise
-        raise BadMessage(f"the request cannot be read: {error}") from error
-    assert exchange.reply is not None, "LiteLLM answered without asking the provider"
-    answer = raw if isinstance(raw, dict) else raw.model_dump()
-    return correct(answer, exchange.reply, body)
+    tools = read_tools([offer.tool for offer in offers(dialect, body)])
+    return Request(messages=in_call_order(await _HISTORIES[dialect](body)), tools=tools, asked=asked)
+
+
+# Through LiteLLM.
+
+_translated: contextvars.ContextVar[list[object]] = contextvars.ContextVar("lego_translated")
 
 
 @cache
@@ -119,6 +103,24 @@ def load() -> ModuleType:
     return litellm
 
 
+def _handler(litellm: ModuleType) -> object:
+    from litellm.types.utils import Choices, ModelResponse
+    from litellm.types.utils import Message as WireMessage
+
+    class Handler(litellm.CustomLLM):
+        """Keeps the messages it is given."""
+
+        async def acompletion(self, *args: Any, **kwargs: Any) -> ModelResponse:
+            _translated.get().append(kwargs["messages"])
+            response = kwargs["model_response"]
+            # A price that is known is not worked out.
+            response._hidden_params["response_cost"] = 0.0
+            response.choices = [Choices(index=0, finish_reason="stop", message=WireMessage(content=""))]
+            return response
+
+    return Handler()
+
+
 def _unlogged() -> AbstractContextManager[None]:
     """LiteLLM without its log of prices, which costs as much as the translation and leaves tasks behind."""
     from litellm._internal_context import internal_sub_call
@@ -126,242 +128,213 @@ def _unlogged() -> AbstractContextManager[None]:
     return internal_sub_call()
 
 
-def _handler(litellm: ModuleType) -> object:
-    from litellm.types.utils import Choices, ModelResponse, Usage
-    from litellm.types.utils import Message as WireMessage
-
-    class Handler(litellm.CustomLLM):
-        """Hands the call on to its exchange."""
-
-        async def acompletion(self, *args: Any, **kwargs: Any) -> ModelResponse:
-            exchange = _exchange.get()
-            try:
-                request = Request(
-                    messages=read_messages(kwargs["messages"]),
-                    tools=read_tools(kwargs["optional_params"].get("tools")),
-                    asked=exchange.asked,
-                )
-                exchange.reply = reply = await exchange.sample(request)
-            except Exception as error:
-                exchange.error = error
-                raise
-            response = kwargs["model_response"]
-            # A price that is known is not worked out.
-            response._hidden_params["response_cost"] = 0.0
-            message = WireMessage(role="assistant", **_wire_message(reply.message))
-            response.choices = [Choices(index=0, finish_reason=_finish(reply), message=message)]
-            total = reply.prompt_tokens + reply.output_tokens
-            response.usage = Usage(
-                prompt_tokens=reply.prompt_tokens, completion_tokens=reply.output_tokens, total_tokens=total
-            )
-            return response
-
-    return Handler()
+Entry = Message | dict[str, Any]
+"""A part of a history on its way to LiteLLM: an assistant turn as read here, or what is LiteLLM's to read."""
 
 
-def _wire_message(message: Message) -> dict[str, Any]:
-    calls = [
-        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in message.calls
+async def _through_litellm(
+    entry_point: Callable[..., Awaitable[object]], name: str, entries: list[Entry], **arguments: Any
+) -> tuple[Message, ...]:
+    """What LiteLLM makes of a history, its argument of that name, with the assistant turns as read here."""
+    if not entries:
+        raise BadMessage("the request has no message to answer")
+    # Of an assistant turn its place is enough.
+    arguments[name] = [{"role": e.role, "content": "."} if isinstance(e, Message) else e for e in entries]
+    _translated.set(seen := [])
+    try:
+        with _unlogged():
+            await entry_point(model=f"{_PROVIDER}/policy", **arguments)
+    except Exception as error:  # LiteLLM lets any error of a translator out
+        first_line = str(error).partition("\n")[0]
+        raise BadMessage(f"the request cannot be read: {first_line[:200]}") from error
+    messages = read_messages(seen[0] if seen else None)
+    told = [part for entry in entries for part in _told(entry)]
+    start = len(messages) - len(told)
+    if [message.role for message in messages[start:]] != [role for role, _ in told]:
+        raise BadMessage("the request cannot be read: not all of its messages can be told apart")
+    turns = iter([entry for entry in entries if isinstance(entry, Message)])
+    read_here = [
+        next(turns) if message.role == "assistant" else replace(message, call_id=call_id)
+        for message, (_, call_id) in zip(messages[start:], told, strict=True)
     ]
-    wire: dict[str, Any] = {"content": message.text or (None if calls else "")}
-    if message.reasoning:
-        wire["reasoning_content"] = message.reasoning
-    return wire | ({"tool_calls": calls} if calls else {})
+    return (*messages[:start], *read_here)
 
 
-def _finish(reply: Reply) -> str:
-    if reply.truncated:
-        return "length"
-    return "tool_calls" if reply.message.calls else "stop"
+def _told(entry: Entry) -> list[tuple[str, str]]:
+    """What an entry is to become: the role of each message, and the call that it answers."""
+    if isinstance(entry, Message):
+        return [(entry.role, "")]
+    content = entry.get("content")
+    if isinstance(content, list):
+        return [("tool", result["tool_use_id"]) for result in content]
+    return [(entry.get("role", "tool"), entry.get("call_id", ""))]
 
 
-# What goes in. Only fields that reach the prompt: LiteLLM refuses or acts on many others.
+def _one_turn_each(entries: Iterable[Entry]) -> list[Entry]:
+    turns: list[Entry] = []
+    for entry in entries:
+        last = turns[-1] if turns else None
+        if isinstance(entry, Message) and isinstance(last, Message):
+            turns[-1] = joined(last, entry)
+        else:
+            turns.append(entry)
+    return turns
 
 
-def _chat_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"messages": _wanted_list(body, "messages"), **_functions(body)}
+# What goes in: the history.
 
 
-def _responses_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+async def _chat_history(body: Body) -> tuple[Message, ...]:
+    return read_messages(_wanted(body, "messages"))
+
+
+async def _responses_history(body: Body) -> tuple[Message, ...]:
     if body.get("previous_response_id"):
         raise BadMessage("previous_response_id: answers are not stored here; send the whole input")
-    items = body.get("input")
-    if not isinstance(items, str):
-        items = [item for item in _wanted_list(body, "input") if _known_item(item)]
-    instructions = body.get("instructions")
-    return {"input": items, "instructions": instructions or None, "store": False, **_functions(body)}
+    told = body.get("input")
+    items = [{"role": "user", "content": told}] if isinstance(told, str) else _wanted(body, "input")
+    entries = _one_turn_each(entry for i, item in enumerate(items) for entry in _item(item, f"input[{i}]"))
+    instructions = read_text(body.get("instructions"), "instructions")
+    return await _through_litellm(load().aresponses, "input", entries, instructions=instructions or None, store=False)
 
 
-def _messages_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+def _item(item: Body, where: str) -> Iterator[Entry]:
+    """An input item: what the assistant said as its message, the rest for LiteLLM."""
+    items = (item["id"],) if isinstance(item.get("id"), str) else ()
+    match item.get("type") or "message":
+        case "message":
+            role, text = read_role(item, where, _SPEAKERS), read_text(item.get("content"), f"{where}.content")
+            yield Message(role, text, items=items) if role == "assistant" else {"role": role, "content": text}
+        case "reasoning":
+            text, item_id = _reasoning(item, where)
+            yield Message("assistant", reasoning=text, items=items or item_id)
+        case "function_call" | "custom_tool_call" as kind:
+            arguments = _arguments(item.get("arguments")) if kind == "function_call" else _freeform_arguments(item)
+            call = ToolCall(name_of(item, where, "call_id"), _offered_name(item, where), arguments)
+            yield Message("assistant", calls=(call,), items=items)
+        case "function_call_output" | "custom_tool_call_output":
+            output = read_text(item.get("output"), f"{where}.output")
+            yield {"type": "function_call_output", "call_id": name_of(item, where, "call_id"), "output": output}
+        case str(kind) if kind in _VENDOR_ITEMS:
+            return
+        case kind:
+            raise BadMessage(f"{where}.type: {shortened(kind)} found, which cannot be read here")
+
+
+def _reasoning(item: Body, where: str) -> tuple[str, tuple[str, ...]]:
+    """The text of a reasoning item, its summary where there is no more, and the id that `text_items` sealed."""
+    sealed = item.get("encrypted_content")
+    mine = _SEALED.match(sealed) if isinstance(sealed, str) else None
+    text = mine[2] if mine else ""
+    for name in ("summary", "content"):
+        parts = item.get(name) or []
+        if not isinstance(parts, list) or not all(
+            isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
+        ):
+            raise BadMessage(f"{where}.{name}: a list of parts with `text` is wanted")
+        text = "".join(part["text"] for part in parts) or text
+    return read_text(text, where), (mine[1],) if mine else ()
+
+
+def _arguments(value: object) -> str:
+    """Arguments as text; none at all are an empty object."""
+    return clean(value) if isinstance(value, str) else json_text({} if value is None else value)
+
+
+def _freeform_arguments(item: Body) -> str:
+    """The arguments that a custom tool's input was sampled as; `_call_item` gave what was no proper input as it is."""
+    text = read_text(item.get("input"), "input")
+    return text if str(item.get("id")).startswith("fc_") else json_text({"input": text})
+
+
+def _offered_name(item: Body, where: str) -> str:
+    name, namespace = name_of(item, where), item.get("namespace")
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+async def _messages_history(body: Body) -> tuple[Message, ...]:
+    told = enumerate(_wanted(body, "messages"))
+    entries = _one_turn_each(entry for i, message in told for entry in _entries(message, f"messages[{i}]"))
+    system = [{"type": "text", "text": text} for text in read_parts(body.get("system"), "system") if text]
     # LiteLLM looks for its own proxy's router on every call, 140 ms of CPU, unless it is given one.
-    router = object()
-    tools = [tool for tool in _tool_list(body) if "input_schema" in tool]
-    messages = [_one_string(message) for message in _wanted_list(body, "messages")]
-    given = {"messages": messages, "tools": tools or None, "system": body.get("system") or None}
-    return {"max_tokens": 1, "litellm_router": router} | {k: v for k, v in given.items() if v is not None}
+    arguments = {"max_tokens": 1, "litellm_router": object()} | ({"system": system} if system else {})
+    return await _through_litellm(load().anthropic.messages.acreate, "messages", entries, **arguments)
 
 
-def _wanted_list(body: Mapping[str, Any], name: str) -> list[Any]:
-    found = body.get(name)
-    if not isinstance(found, list) or not all(isinstance(item, Mapping) for item in found) or not found:
-        raise BadMessage(f"{name}: a non-empty list of objects is wanted")
+def _entries(message: Body, where: str) -> Iterator[Entry]:
+    """A message with its blocks in their order, which LiteLLM changes: it tells all tool results first."""
+    role = read_role(message, where, _SPEAKERS)
+    placed = [(part, f"{where}.content[{i}]") for i, part in enumerate(_parts(message.get("content"), where))]
+    if role == "assistant":
+        yield Message(role)
+        yield from (_block_said(block, place) for block, place in placed)
+        return
+    for is_result, group in groupby(placed, key=lambda pair: role == "user" and _kind(pair[0]) == "tool_result"):
+        if is_result:
+            yield {"role": role, "content": [_result(block, place) for block, place in group]}
+        elif text := "".join(_block_text(block, place) for block, place in group):
+            yield {"role": role, "content": text}
+
+
+def _parts(content: object, where: str) -> list[Any]:
+    if content is not None and not isinstance(content, str | list):
+        raise BadMessage(f"{where}.content: {type(content).__name__} found, a string or a list of blocks is wanted")
+    return content if isinstance(content, list) else [content] if content else []
+
+
+def _kind(block: object) -> object:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _block_said(block: Any, where: str) -> Message:
+    """One block of an assistant message, as a message."""
+    match _kind(block):
+        case "thinking":
+            signature = block.get("signature")
+            items = (signature,) if isinstance(signature, str) and signature else ()
+            return Message("assistant", reasoning=read_text(block.get("thinking"), f"{where}.thinking"), items=items)
+        case "redacted_thinking":
+            return Message("assistant")
+        case "tool_use":
+            return Message(
+                "assistant",
+                calls=(ToolCall(name_of(block, where, "id"), name_of(block, where), _arguments(block.get("input"))),),
+            )
+        case _:
+            return Message("assistant", _block_text(block, where))
+
+
+def _result(block: Body, where: str) -> dict[str, Any]:
+    """A tool result as text; an error says so, since a prompt has no other place for `is_error`."""
+    parts = enumerate(_parts(block.get("content"), where))
+    text = "".join(_block_text(part, f"{where}.content[{i}]") for i, part in parts)
+    if block.get("is_error") is True and not text.lower().startswith("error:"):
+        text = f"Error: {text}"
+    return {"type": "tool_result", "tool_use_id": name_of(block, where, "tool_use_id"), "content": text}
+
+
+def _block_text(block: Any, where: str) -> str:
+    """The text of a block; LiteLLM drops documents, and a tool reference is one that the prompt has already."""
+    match block:
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return read_text(text, where)
+        case {"type": "document", "source": {"type": "content", "content": content}}:
+            return read_text(content, f"{where}.source.content")
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            return read_text(f"[tool {name}]", where)
+        case _:
+            return read_part(block, where)
+
+
+def _wanted(body: Body, name: str) -> list[Any]:
+    found = objects(body.get(name), name)
+    if not found:
+        raise BadMessage(f"{name}: a list of at least one object is wanted")
     return found
 
 
-def _functions(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Function tools; kinds that only a vendor's own models know are left out."""
-    tools = [tool for tool in _tool_list(body) if tool.get("type") == "function"]
-    return {"tools": tools} if tools else {}
-
-
-def _tool_list(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    raw = body.get("tools") or []
-    if not isinstance(raw, list) or not all(isinstance(tool, Mapping) for tool in raw):
-        raise BadMessage("tools: a list of objects is wanted")
-    return raw
-
-
-def _known_item(item: Mapping[str, Any]) -> bool:
-    return item.get("type", "message") in ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _one_string(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, its text-only block list joined: LiteLLM loses an assistant's empty list and all but one block."""
-    content = message.get("content")
-    plain = isinstance(content, list) and all(isinstance(b, Mapping) and b.get("type") == "text" for b in content)
-    if not plain or not isinstance(content, list):
-        return dict(message)
-    return dict(message) | {"content": "".join(str(block.get("text", "")) for block in content)}
-
-
-# What comes out.
-
-
-def _correct_chat(answer: dict[str, Any], reply: Reply, body: Mapping[str, Any]) -> dict[str, Any]:
-    message = {"role": "assistant"} | _wire_message(reply.message)
-    choice = {"index": 0, "message": message, "finish_reason": _finish(reply), "logprobs": None}
-    return {
-        "id": f"chatcmpl-{reply.id}",
-        "object": "chat.completion",
-        "created": answer.get("created") or int(time.time()),
-        "model": body.get("model") or "policy",
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.output_tokens,
-            "total_tokens": reply.prompt_tokens + reply.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        },
-    }
-
-
-def _correct_responses(answer: dict[str, Any], reply: Reply, body: Mapping[str, Any]) -> dict[str, Any]:
-    status = "incomplete" if reply.truncated else "completed"
-    return response_head(reply.id, body) | {
-        "created_at": answer["created_at"],
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if reply.truncated else None,
-        "output": list(_items(answer["output"], reply)),
-        "usage": {
-            "input_tokens": reply.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": reply.cached_tokens},
-            "output_tokens": reply.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": reply.prompt_tokens + reply.output_tokens,
-        },
-    }
-
-
-def response_head(reply_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A Responses object before anything is sampled."""
-    return {
-        "id": f"resp_{reply_id}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata") or {},
-        "model": body.get("model") or "policy",
-        "output": [],
-        "parallel_tool_calls": True,
-        "temperature": body.get("temperature"),
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "top_p": body.get("top_p"),
-        "store": False,
-        "usage": None,
-    }
-
-
-def _items(output: list[dict[str, Any]], reply: Reply) -> list[dict[str, Any]]:
-    """Output items with one identity each, made of the reply's."""
-    items: list[dict[str, Any]] = []
-    for i, item in enumerate(output):
-        match item["type"]:
-            case "reasoning":
-                items.append(_reasoning_item(f"rs_{reply.id}{i:02x}", reply.message.reasoning))
-            case "message" if reply.message.text or not reply.message.calls:
-                items.append(_message_item(f"msg_{reply.id}{i:02x}", reply.message.text))
-            case "function_call":
-                fields = {k: item[k] for k in ("call_id", "name", "arguments")}
-                items.append({"type": "function_call", "id": f"fc_{reply.id}{i:02x}", "status": "completed"} | fields)
-    return items
-
-
-def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "encrypted_content": None}
-
-
-def _message_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"type": "message", "id": item_id, "status": "completed", "role": "assistant", "content": content}
-
-
-def _correct_messages(answer: dict[str, Any], reply: Reply, body: Mapping[str, Any]) -> dict[str, Any]:
-    stop = "max_tokens" if reply.truncated else "tool_use" if reply.message.calls else "end_turn"
-    return {
-        "id": f"msg_{reply.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": body.get("model") or "policy",
-        "content": _blocks(answer.get("content") or [], reply),
-        "stop_reason": stop,
-        "stop_sequence": None,
-        "usage": {
-            "input_tokens": reply.prompt_tokens - reply.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": reply.cached_tokens,
-            "output_tokens": reply.output_tokens,
-        },
-    }
-
-
-def _blocks(content: list[dict[str, Any]], reply: Reply) -> list[dict[str, Any]]:
-    """Thinking first and signed, then text, then calls with their arguments as an object."""
-    thinking = [{"type": "thinking", "thinking": reply.message.reasoning, "signature": reply.id}]
-    text = [{"type": "text", "text": reply.message.text}]
-    calls = [
-        {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in reply.message.calls
-    ]
-    assert len(calls) == sum(block.get("type") == "tool_use" for block in content), "LiteLLM lost a call"
-    return (thinking if reply.message.reasoning else []) + (text if reply.message.text else []) + calls
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object; what is none is handed over raw, so that the harness can refuse it."""
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {"raw_arguments": arguments}
-    return found if isinstance(found, dict) else {"raw_arguments": arguments}
-
-
-_ENTRIES = {
-    Dialect.CHAT: (_chat_arguments, _correct_chat),
-    Dialect.RESPONSES: (_responses_arguments, _correct_responses),
-    Dialect.MESSAGES: (_messages_arguments, _correct_messages),
+_HISTORIES = {
+    Dialect.CHAT: _chat_history,
+    Dialect.RESPONSES: _responses_history,
+    Dialect.MESSAGES: _messages_history,
 }

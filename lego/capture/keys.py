@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from hashlib import blake2b
 
 from lego.chat.messages import Message, Tool, ToolCall
@@ -50,13 +51,14 @@ def same_answer(answer: Message, told: Message, schemas: Mapping[str, Mapping]) 
 
 
 def _same_call(sampled: ToolCall, told: ToolCall, schemas: Mapping[str, Mapping]) -> bool:
-    """By id alone where the harness could not run the call as sampled: it may have repaired or renamed it."""
+    """By id alone where the harness could not run the call as sampled: it repairs arguments that are no object, and
+    renames what it refuses to a tool that the model is not offered.
+    """
     if sampled.id != told.id:
         return False
-    values = _object(sampled.arguments)
-    if values is None or sampled.name not in schemas:
+    values, found = _object(sampled.arguments), _object(told.arguments)
+    if values is None or sampled.name not in schemas or told.name not in schemas:
         return True
-    found = _object(told.arguments)
     if sampled.name != told.name or found is None:
         return False
     defaults = _defaults(schemas[sampled.name])
@@ -65,7 +67,8 @@ def _same_call(sampled: ToolCall, told: ToolCall, schemas: Mapping[str, Mapping]
     return _text(kept) == _text(values) and all(k in defaults and _text(found[k]) == _text(defaults[k]) for k in added)
 
 
-def schemas_of(tools: Iterable[Tool]) -> dict[str, Mapping]:
+@lru_cache(maxsize=64)
+def schemas_of(tools: tuple[Tool, ...]) -> Mapping[str, Mapping]:
     """Parameter schemas by tool name."""
     functions = {tool.name: json.loads(tool.spec)["function"] for tool in tools}
     return {name: f.get("parameters") if isinstance(f.get("parameters"), dict) else {} for name, f in functions.items()}
@@ -78,8 +81,10 @@ def _defaults(schema: Mapping) -> dict[str, object]:
 
 
 def _object(arguments: str) -> dict[str, object] | None:
+    """Arguments that any JSON reader takes for an object: none with a number beyond a double."""
     try:
         found = json.loads(arguments or "{}", parse_constant=_refuse)
+        json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

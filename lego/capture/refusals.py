@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lego.capture.dialects import Dialect
-from lego.capture.session import ContextExceeded, SessionClosed, TurnLimit
+from lego.capture.session import ContextExceeded, LimitReached, SessionClosed
+from lego.capture.wire import Dialect
 from lego.chat.messages import BadMessage
 from lego.errors import EngineError
 
@@ -26,9 +26,9 @@ class Refused(Exception):
     code: str | None = None
 
 
-Told = Refused | ContextExceeded | BadMessage | TurnLimit | SessionClosed | EngineError
+Told = Refused | LimitReached | BadMessage | SessionClosed | EngineError
 """Errors that a harness is told of; any other is a bug of ours."""
-TOLD = (Refused, ContextExceeded, BadMessage, TurnLimit, SessionClosed, EngineError)
+TOLD = (Refused, LimitReached, BadMessage, SessionClosed, EngineError)
 
 
 def refusal(error: Told, dialect: Dialect) -> Refused:
@@ -40,8 +40,8 @@ def refusal(error: Told, dialect: Dialect) -> Refused:
             return Refused(400, _too_long(error, dialect), "context_length_exceeded")
         case BadMessage():
             return Refused(400, str(error), "invalid_value")
-        case TurnLimit():
-            return Refused(400, f"turn limit reached: {error}", "turn_limit")
+        case LimitReached():
+            return Refused(400, f"{error.outcome.value.replace('_', ' ')} reached: {error}", error.outcome.value)
         case SessionClosed():
             return Refused(404, "this trial is over", "trial_closed")
         case EngineError():

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from lego.capture.crosscheck import FAULTS
 from lego.records import Fidelity, Mask, Routing, Segment, Turn
 
 
 def segments_of(turns: Sequence[Turn], excluded: Mapping[int, str]) -> tuple[Segment, ...]:
-    """One segment for each path to a trainable leaf; a shared turn belongs to the first such path."""
+    """One segment for each path to a trainable leaf; a shared turn belongs to the first such path.
+
+    Paths are ordered turn by turn, so that what is added later takes no turn from a path before it.
+    """
     owned: set[int] = set()
     segments = []
-    for leaf in _leaves(turns, excluded):
-        path = _path(turns, leaf)
+    for path in sorted((_path(turns, leaf) for leaf in _leaves(turns, excluded)), key=_indexes):
         mine = [t for t in path if t.index not in excluded and t.index not in owned]
         owned |= {t.index for t in mine}
         segments.append(_segment(path, mine))
@@ -24,6 +27,7 @@ def segments_of(turns: Sequence[Turn], excluded: Mapping[int, str]) -> tuple[Seg
 def account(turns: Sequence[Turn], excluded: Mapping[int, str]) -> Fidelity:
     """Sampled, trained and excluded tokens of a session."""
     causes: Counter[str] = Counter()
+    faults = Counter(turn.rejected for turn in turns if turn.rejected in FAULTS)
     trained = 0
     for turn in turns:
         n = len(turn.generation.output_ids)
@@ -37,6 +41,7 @@ def account(turns: Sequence[Turn], excluded: Mapping[int, str]) -> Fidelity:
         excluded=dict(causes),
         turns=len(turns),
         drift=dict(Counter(str(turn.drift) for turn in turns)),
+        faults=dict(faults),
     )
 
 
@@ -55,6 +60,10 @@ def _path(turns: Sequence[Turn], leaf: int) -> list[Turn]:
         path.append(turns[at])
         at = turns[at].parent
     return path[::-1]
+
+
+def _indexes(path: Sequence[Turn]) -> list[int]:
+    return [turn.index for turn in path]
 
 
 def _segment(path: Sequence[Turn], mine: Sequence[Turn]) -> Segment:
@@ -87,8 +96,7 @@ def _merged_routing(path: Sequence[Turn], length: int) -> tuple[Routing | None, 
     merged: Any = np.zeros((length, *found[0][1].shape[1:]), found[0][1].dtype)
     for start, rows in found:
         span = slice(start, start + len(rows))
-        fresh = ~routed[span]
-        merged[span][fresh] = rows[fresh]
+        np.copyto(merged[span], rows, where=~routed[span, None, None])
         routed[span] = True
     return merged, routed
 

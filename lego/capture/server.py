@@ -11,18 +11,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from aiohttp.web_exceptions import HTTPRequestEntityTooLarge
 
 from lego.capture import dialects
-from lego.capture.dialects import Dialect, Reply, Request
 from lego.capture.events import Stream, stream_of
+from lego.capture.journal import Origin
 from lego.capture.refusals import TOLD, Refused, Told, error_body, refusal
-from lego.capture.session import Limits, Plan, Renders, Session
-from lego.chat.messages import Message
+from lego.capture.session import CANCELLED, ENGINE_ERROR, Limits, Plan, Renders, Session, SessionClosed
+from lego.capture.wire import Dialect, Reply, Request
 from lego.engine.base import Engine
 from lego.errors import EngineError, UsageError
-from lego.records import Drift, Sampling, Turn
+from lego.records import Drift, Floats, Ids, Sampling, Turn
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Handle:
     """API key that names this trial on any path."""
     session: Session
     proxy: "Proxy"
+    began: float = field(default_factory=time.monotonic)
     engine_error: EngineError | None = None
     """The first failure of the engine in this trial."""
     bug: Exception | None = None
@@ -168,7 +170,7 @@ async def _route(handle: Handle, request: web.BaseRequest) -> web.StreamResponse
         body = await _read(request)
         if counting:
             return _plain({"input_tokens": await _count(handle, body)}, 200)
-        return await _Call(handle, dialect, body, _hint(request.headers)).run(request)
+        return await _Call(handle, dialect, body, request.headers).run(request)
     except TOLD as error:
         refused = refusal(error, dialect)
         log.info("%s refused status=%d: %s", handle.name, refused.status, refused.message)
@@ -178,11 +180,14 @@ async def _route(handle: Handle, request: web.BaseRequest) -> web.StreamResponse
 class _Call:
     """One model call from its body to the last byte of its answer."""
 
-    def __init__(self, handle: Handle, dialect: Dialect, body: Mapping[str, Any], hint: Drift) -> None:
-        self.handle, self.dialect, self.body, self.hint = handle, dialect, body, hint
-        self.reply_id = secrets.token_hex(12)
+    def __init__(self, handle: Handle, dialect: Dialect, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        self.handle, self.dialect, self.body = handle, dialect, body
+        self.hint = _hint(headers)
+        self.reply_id = ""
+        self.plan: Plan | None = None
         self.planned = asyncio.Event()
         self.turn: Turn | None = None
+        self.sampled = _Sampled()
 
     async def run(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -228,17 +233,23 @@ class _Call:
             return await dialects.converse(self.dialect, self.body, self._sample)
         except TOLD as error:
             return error
+        finally:
+            self.sampled.end()
 
     async def _stream(
         self, request: web.BaseRequest, work: "asyncio.Task[Mapping[str, Any] | Told]"
     ) -> web.StreamResponse:
-        events = stream_of(self.dialect, self.reply_id, self.body)
+        assert self.plan is not None
+        told, cached = len(self.plan.prompt_ids), self.handle.session.cached(self.plan)
+        events = stream_of(self.dialect, self.reply_id, self.body, told, cached)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
             await response.write(events.opening())
-            while not (await asyncio.wait((work,), timeout=self.handle.proxy.beat_s))[0]:
-                await response.write(events.beat())
+            while not work.done():
+                heard = await self.sampled.heard(self.handle.proxy.beat_s)
+                if not work.done():
+                    await response.write(self._so_far(events) if heard else events.beat())
             await response.write(self._last_events(events, work.result()))
             self.turn = None
             await response.write_eof()
@@ -246,6 +257,12 @@ class _Call:
             work.cancel()
             self._lost()
         return response
+
+    def _so_far(self, events: Stream) -> bytes:
+        """The text that is certain by now."""
+        assert self.plan is not None
+        told = self.handle.proxy.renderer.partial(self.sampled.ids, self.plan.prompt_ids, self.plan.history.tools)
+        return events.progress(told.reasoning, told.content)
 
     def _last_events(self, events: Stream, answer: Mapping[str, Any] | Told) -> bytes:
         if not isinstance(answer, TOLD):
@@ -256,53 +273,90 @@ class _Call:
 
     async def _sample(self, request: Request) -> Reply:
         """Plans, samples and records the call."""
-        session, proxy = self.handle.session, self.handle.proxy
-        plan = session.plan(request.messages, request.tools, self.hint)
+        session = self.handle.session
+        at = time.monotonic() - self.handle.began
+        origin = Origin(dialect=self.dialect, hint=self.hint, body=self.body, asked=request.asked, at=at)
+        self.plan = plan = session.plan(request.messages, request.tools, origin)
+        self.reply_id = session.reply_id(plan.call)
         self.planned.set()
+        try:
+            self.turn = await self._turn(plan)
+        except EngineError as error:
+            self.handle.engine_error = self.handle.engine_error or error
+            raise
+        if session.closed:
+            raise SessionClosed(session.uid)
+        return self._reply(plan, self.turn)
+
+    async def _turn(self, plan: Plan) -> Turn:
+        session, proxy = self.handle.session, self.handle.proxy
         sampling = replace(proxy.sampling, max_tokens=min(proxy.sampling.max_tokens, plan.room))
         start = time.monotonic()
         try:
             generation = await proxy.engine.generate(
-                plan.prompt_ids, sampling, session=session.uid, routing_start=plan.routing_start
+                plan.prompt_ids,
+                sampling,
+                session=session.uid,
+                routing_start=plan.routing_start,
+                progress=self.sampled.grow,
             )
-        except asyncio.CancelledError:
-            session.cancel(plan, sampling=sampling, seconds=time.monotonic() - start)
+        except (asyncio.CancelledError, EngineError) as error:
+            cause = CANCELLED if isinstance(error, asyncio.CancelledError) else ENGINE_ERROR
+            output, seconds = (self.sampled.ids, self.sampled.logprobs), time.monotonic() - start
+            session.abandon(plan, cause, sampling=sampling, output=output, seconds=seconds)
             raise
-        except EngineError as error:
-            self.handle.engine_error = self.handle.engine_error or error
-            raise
-        seconds = time.monotonic() - start
-        self.turn = session.add(plan, generation, sampling=sampling, asked=request.asked, seconds=seconds)
-        return self._reply(plan, self.turn)
+        return session.add(plan, generation, sampling=sampling, seconds=time.monotonic() - start)
 
     def _reply(self, plan: Plan, turn: Turn) -> Reply:
         session = self.handle.session
         answer = session.answers[turn.index]
-        cached = 0
-        if plan.parent is not None:
-            parent = session.turns[plan.parent]
-            cached = len(parent.prompt_ids) + len(parent.generation.output_ids)
         return Reply(
-            id=self.reply_id,
+            id=answer.id,
             message=answer.message,
             truncated=answer.truncated,
             prompt_tokens=len(plan.prompt_ids),
             output_tokens=len(turn.generation.output_ids),
-            cached_tokens=cached,
+            cached_tokens=session.cached(plan),
+            reasoning_tokens=answer.reasoning_tokens,
         )
+
+
+class _Sampled:
+    """What of an answer is sampled so far.
+
+    News each time it has grown by a quarter, so that it is read a few times while it grows, whatever its length.
+    """
+
+    def __init__(self) -> None:
+        self.ids: Ids = np.zeros(0, np.int32)
+        self.logprobs: Floats = np.zeros(0, np.float32)
+        self._news = asyncio.Event()
+        self._next = 1
+
+    def grow(self, ids: Ids, logprobs: Floats) -> None:
+        self.ids, self.logprobs = ids, logprobs
+        if len(ids) >= self._next:
+            self._next = len(ids) + max(len(ids) // 4, 8)
+            self._news.set()
+
+    def end(self) -> None:
+        self._news.set()
+
+    async def heard(self, timeout_s: float) -> bool:
+        """Whether news came in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
 
 
 async def _count(handle: Handle, body: Mapping[str, Any]) -> int:
     """The prompt length of a Messages request, tools and system included, as a call would have it."""
-    found = 0
-
-    async def count(request: Request) -> Reply:
-        nonlocal found
-        found = len(handle.session.prompt(request.messages, request.tools))
-        return Reply(id="count", message=Message("assistant"), truncated=False, prompt_tokens=found, output_tokens=0)
-
-    await dialects.converse(Dialect.MESSAGES, body, count)
-    return found
+    request = await dialects.read(Dialect.MESSAGES, body)
+    return len(handle.session.prompt(request.messages, request.tools))
 
 
 async def _read(request: web.BaseRequest) -> dict[str, Any]:

@@ -1,46 +1,65 @@
 """The tree of a trial's turns: plans each model call and records what was sampled; no I/O."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from lego.capture import keys
+from lego.capture.crosscheck import fault
+from lego.capture.histories import Histories, History
+from lego.capture.journal import NOWHERE, Journal, Origin, Step
 from lego.capture.keys import Key
 from lego.capture.segments import account, segments_of
+from lego.capture.tape import Tape
 from lego.chat.messages import Message, Tool, ToolCall
-from lego.chat.render import Parsed
+from lego.chat.render import Parsed, Partial
 from lego.errors import EngineError
-from lego.records import Drift, Fidelity, Generation, Ids, Outcome, Sampling, Segment, Turn, VersionSpan
+from lego.records import Drift, Fidelity, Floats, Generation, Ids, Outcome, Sampling, Segment, Turn
 
 log = logging.getLogger(__name__)
 
 CANCELLED = "cancelled"
+ENGINE_ERROR = "engine_error"
 UNDELIVERED = "undelivered"
 SUPERSEDED = "superseded"
 SIDE_REQUEST = "side_request"
+UNFINISHED = frozenset({CANCELLED, ENGINE_ERROR})
+"""Turns that never became an answer."""
 
 
 class Renders(Protocol):
     """What a session needs of `lego.chat.render.Renderer`."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids: ...
-    def extend(self, prompt_ids: Ids, output_ids: Ids, new: Sequence[Message], tools: Sequence[Tool]) -> Ids | None: ...
-    def parse(self, output_ids: Ids, prompt_ids: Ids | None = None) -> Parsed: ...
+    def continuation(
+        self,
+        prompt_ids: Ids,
+        output_ids: Ids,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        calls: Sequence[ToolCall] = (),
+    ) -> Ids | None: ...
+    def parse(self, output_ids: Ids, prompt_ids: Ids | None = None, tools: Sequence[Tool] = ()) -> Parsed: ...
+    def partial(self, output_ids: Ids, prompt_ids: Ids | None = None, tools: Sequence[Tool] = ()) -> Partial: ...
 
 
-class ContextExceeded(Exception):
+class LimitReached(Exception):
+    """A limit of the trial refuses the call."""
+
+    def __init__(self, outcome: Outcome, text: str) -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+class ContextExceeded(LimitReached):
     """The prompt leaves no room for an answer."""
 
     def __init__(self, found: int, limit: int) -> None:
-        super().__init__(f"prompt of {found} tokens, limit {limit}")
+        super().__init__(Outcome.CONTEXT_EXCEEDED, f"prompt of {found} tokens, limit {limit}")
         self.found, self.limit = found, limit
-
-
-class TurnLimit(Exception):
-    """The trial has used all its model calls."""
 
 
 class SessionClosed(Exception):
@@ -54,6 +73,9 @@ class Limits:
     context_tokens: int = 32_768
     """Prompt and answer together."""
     max_turns: int = 100
+    """Model calls; side requests are counted apart, up to as many again."""
+    max_sampled: int | None = None
+    """Tokens sampled in all calls together; None for no limit."""
     experts: int | None = None
     """Number of experts if routing must be captured; None for a model without."""
 
@@ -62,6 +84,8 @@ class Limits:
 class Plan:
     """One model call before it is sampled."""
 
+    call: int
+    """The call's number in its session."""
     prompt_ids: Ids
     parent: int | None
     drift: Drift
@@ -69,22 +93,37 @@ class Plan:
     """The first routing row that no earlier turn of this path has."""
     room: int
     """Tokens that an answer may have."""
-    key: Key
-    tools: tuple[Tool, ...]
+    history: History
+    tape: Tape
     aside: bool
     """Without tools and not known to be a compaction: a side request if other calls have tools."""
+
+    @property
+    def key(self) -> Key:
+        return self.history.chain[-1]
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """The prompt of a call, on the tape that the turn it extends lies on."""
+
+    parent: int | None
+    tape: Tape
+    prompt_ids: Ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A turn as the harness sees it; `message.calls` carry our ids."""
+    """A turn as the harness sees it; `message.calls` carry our ids, of which `id` is the root."""
 
+    id: str
     message: Message
     truncated: bool
+    reasoning_tokens: int
 
 
 class Session:
-    """All turns of one trial. `uid` must be unique among all trials: tool-call ids are made of it."""
+    """All turns of one trial. `uid` must be unique among all trials: ids that harnesses echo are made of it."""
 
     def __init__(self, uid: str, renderer: Renders, limits: Limits) -> None:
         self.uid = uid
@@ -92,15 +131,17 @@ class Session:
         self.closed = False
         self.breach: Outcome | None = None
         """The limit that ended the trial, if one did."""
-        self.asked: dict[int, Mapping[str, object]] = {}
-        """Sampling fields the harness sent, by turn; the recipe's were used."""
+        self.journal = Journal()
         self.answers: dict[int, Answer] = {}
+        """What became of turns that are answers, by turn."""
         self._renderer = renderer
         self._turns: list[Turn] = []
         self._plans: list[Plan] = []
         self._rows: list[int] = []
+        self._open: dict[int, Plan] = {}
+        self._histories = Histories()
         self._ends: dict[Key, int] = {}
-        self._ids: dict[str, int] = {}
+        self._owners: dict[str, int] = {}
         self._planned: set[Key] = set()
         self._systems: set[Key] = set()
         self._had_tools = False
@@ -109,68 +150,73 @@ class Session:
     def turns(self) -> tuple[Turn, ...]:
         return tuple(self._turns)
 
-    def plan(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], hint: Drift = Drift.NONE) -> Plan:
-        """Ids to sample from. `hint` is what the request's own labels say it is.
+    def plan_of(self, turn: int) -> Plan:
+        """The plan that a turn was sampled for."""
+        return self._plans[turn]
 
-        Raises SessionClosed, TurnLimit, ContextExceeded.
-        """
-        self._admit()
-        chain = self._chain(messages, tools)
-        parent, prompt = self._extension(chain, messages, tools)
-        if prompt is None:
-            parent, prompt = None, self._renderer.render(messages, tools)
-        elif parent is not None and self._turns[parent].rejected == UNDELIVERED:
-            self._turns[parent] = replace(self._turns[parent], rejected=None)
-        self._check_room(len(prompt))
-        drift = self._drift(parent, chain, messages, tools, hint)
-        self._note(chain, messages, tools)
-        return Plan(
-            prompt_ids=prompt,
-            parent=parent,
-            drift=drift,
-            routing_start=self._rows[parent] if parent is not None else 0,
-            room=self.limits.context_tokens - len(prompt),
-            key=chain[-1],
-            tools=tools,
-            aside=not tools and hint is not Drift.COMPACTION,
-        )
+    def reply_id(self, call: int) -> str:
+        """The root of all ids that the answer to this call hands out."""
+        return f"{self.uid}{call:05x}"
+
+    def plan(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], origin: Origin = NOWHERE) -> Plan:
+        """Ids to sample from. Raises SessionClosed, LimitReached."""
+        if self.closed:
+            raise SessionClosed(self.uid)
+        call = self.journal.asked(origin)
+        try:
+            return self._planned_call(call, messages, tools, origin.hint)
+        except LimitReached as reached:
+            self.breach = self.breach or reached.outcome
+            raise
+
+    def cached(self, plan: Plan) -> int:
+        """How many ids of the prompt are an earlier turn's."""
+        if plan.parent is None:
+            return 0
+        parent = self._turns[plan.parent]
+        return len(parent.prompt_ids) + len(parent.generation.output_ids)
 
     def prompt(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Ids:
         """The ids that a call with this history would be sampled from; plans nothing."""
-        _, ids = self._extension(self._chain(messages, tools), messages, tools)
-        return self._renderer.render(messages, tools) if ids is None else ids
+        return self._extension(self._history(messages, tools)).prompt_ids
 
-    def add(
-        self,
-        plan: Plan,
-        generation: Generation,
-        *,
-        sampling: Sampling,
-        asked: Mapping[str, object] | None = None,
-        seconds: float = 0.0,
-    ) -> Turn:
-        """Records what was sampled for the plan; a turn that fails an invariant is kept, but untrainable.
+    def add(self, plan: Plan, generation: Generation, *, sampling: Sampling, seconds: float = 0.0) -> Turn:
+        """Records what was sampled for the plan; a turn that fails a cross-check is kept, but untrainable.
 
-        Raises SessionClosed, EngineError.
+        So is one that comes after `close`, when nobody waits for it. Raises EngineError for ids that cannot be read.
         """
-        if self.closed:
-            raise SessionClosed(self.uid)
         if generation.output_ids.size and int(generation.output_ids.min()) < 0:
+            self.abandon(plan, ENGINE_ERROR, sampling=sampling, seconds=seconds)
             raise EngineError(f"the engine sampled id {int(generation.output_ids.min())}")
-        rejected = fault(plan, generation, sampling, self.limits.experts)
-        if rejected:
-            log.error("turn %d rejected: %s", len(self._turns), rejected)
-        turn = self._append(plan, generation, sampling, rejected, seconds)
-        self.asked[turn.index] = dict(asked or {})
+        found = fault(
+            generation,
+            sampling,
+            prompt_len=len(plan.prompt_ids),
+            routing_start=plan.routing_start,
+            experts=self.limits.experts,
+        )
+        if found:
+            log.error("turn %d rejected: %s", len(self._turns), found)
+        rejected = found or (CANCELLED if self.closed else None)
+        turn = self._append(Step.ADD, plan, generation, sampling, rejected, seconds)
         self._answer(plan, turn)
         return turn
 
-    def cancel(self, plan: Plan, *, sampling: Sampling, seconds: float = 0.0) -> Turn:
-        """Records a call whose client went before anything was sampled to its end."""
-        return self._append(plan, _nothing(plan), sampling, CANCELLED, seconds)
+    def abandon(
+        self,
+        plan: Plan,
+        cause: str,
+        *,
+        sampling: Sampling,
+        output: tuple[Ids, Floats] | None = None,
+        seconds: float = 0.0,
+    ) -> Turn:
+        """Records a call without an answer, one cause of UNFINISHED, and the ids and logprobs that came of it."""
+        return self._append(Step.ABANDON, plan, _piece(plan, output), sampling, cause, seconds)
 
     def lost(self, index: int) -> None:
         """Marks an answer that did not reach the client; a later call that extends it takes this back."""
+        self.journal.note(Step.LOST, self._plans[index].call)
         if self._turns[index].rejected is None:
             self._turns[index] = replace(self._turns[index], rejected=UNDELIVERED)
 
@@ -179,63 +225,140 @@ class Session:
 
     def segments(self) -> tuple[Segment, ...]:
         """Every trainable token once, in its own context."""
-        return segments_of(self._turns, self._excluded())
+        return segments_of(self._turns, self.excluded())
 
     def fidelity(self) -> Fidelity:
         """The token account: sampled = trained + excluded."""
-        return account(self._turns, self._excluded())
+        return account(self._turns, self.excluded())
 
-    def _admit(self) -> None:
-        if self.closed:
-            raise SessionClosed(self.uid)
-        used = sum(t.rejected != CANCELLED and not (p.aside and self._had_tools) for t, p in self._pairs())
+    def excluded(self) -> dict[int, str]:
+        """Untrainable turns and why."""
+        extended = {t.parent for t in self._turns if t.rejected not in UNFINISHED}
+        causes: dict[int, str] = {}
+        latest: dict[Key, int] = {}
+        for turn, plan in zip(self._turns, self._plans, strict=True):
+            if turn.rejected:
+                causes[turn.index] = turn.rejected
+            elif self._aside(plan):
+                causes[turn.index] = SIDE_REQUEST
+            else:
+                latest[plan.key] = _accepted(turn, latest.get(plan.key), extended, causes)
+        return causes
+
+    # Planning
+
+    def _planned_call(self, call: int, messages: tuple[Message, ...], tools: tuple[Tool, ...], hint: Drift) -> Plan:
+        aside = not tools and hint is not Drift.COMPACTION
+        self._check_turns(aside and self._had_tools)
+        history = self._history(messages, tools)
+        extension = self._extension(history)
+        parent = extension.parent
+        room = self._room(len(extension.prompt_ids))
+        if parent is not None and self._turns[parent].rejected == UNDELIVERED:
+            self._turns[parent] = replace(self._turns[parent], rejected=None)
+        plan = Plan(
+            call=call,
+            prompt_ids=extension.prompt_ids,
+            parent=parent,
+            drift=self._drift(parent, history, hint),
+            routing_start=self._rows[parent] if parent is not None else 0,
+            room=room,
+            history=history,
+            tape=extension.tape,
+            aside=aside,
+        )
+        self._note(plan)
+        return plan
+
+    def _check_turns(self, aside: bool) -> None:
+        done = (p for t, p in zip(self._turns, self._plans, strict=True) if t.rejected not in UNFINISHED)
+        used = sum(self._aside(plan) == aside for plan in (*done, *self._open.values()))
         if used >= self.limits.max_turns:
-            self.breach = self.breach or Outcome.TURN_LIMIT
-            raise TurnLimit(f"{used} model calls, limit {self.limits.max_turns}")
+            raise LimitReached(Outcome.TURN_LIMIT, f"{used} model calls, limit {self.limits.max_turns}")
 
-    def _check_room(self, tokens: int) -> None:
-        if tokens >= self.limits.context_tokens:
-            self.breach = self.breach or Outcome.CONTEXT_EXCEEDED
-            raise ContextExceeded(tokens, self.limits.context_tokens)
+    def _aside(self, plan: Plan) -> bool:
+        return plan.aside and self._had_tools
 
-    def _chain(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Key]:
-        """Keys of all prefixes of the history; our own answers count as the turn that made them."""
-        schemas: dict[str, Mapping] | None = None
-        chain = [keys.tools_key(tools)]
-        for message in messages:
-            owner = self._owner(message)
-            if owner is not None:
-                schemas = keys.schemas_of(tools) if schemas is None else schemas
-            mine = owner is not None and self._unchanged(owner, message, schemas or {})
-            fields = ("turn", str(owner)) if mine else keys.content_key(message)
-            chain.append(keys.digest(chain[-1], *fields))
-        return chain
+    def _room(self, prompt: int) -> int:
+        """Tokens left for an answer by the context and by the trial."""
+        room = self.limits.context_tokens - prompt
+        if room <= 0:
+            raise ContextExceeded(prompt, self.limits.context_tokens)
+        if self.limits.max_sampled is None:
+            return room
+        left = self.limits.max_sampled - sum(len(turn.generation.output_ids) for turn in self._turns)
+        if left <= 0:
+            raise LimitReached(Outcome.TOKEN_LIMIT, f"{self.limits.max_sampled - left} sampled tokens, limit reached")
+        return min(room, left)
+
+    def _history(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> History:
+        """The history with the keys of all its beginnings."""
+        known = self._histories.beginning(messages, tools)
+        new = messages[len(known.messages) :]
+        chain = list(known.chain)
+        for message in new:
+            chain.append(self._key(chain[-1], message, known.tools))
+        history = History(known.messages + new, known.tools, tuple(chain))
+        self._histories.keep(history)
+        return history
+
+    def _key(self, before: Key, message: Message, tools: tuple[Tool, ...]) -> Key:
+        """The key of a history one message longer; an answer of ours counts as its turn, however it is told."""
+        if message.role != "assistant":
+            return keys.digest(before, *keys.content_key(message))
+        owner = self._owner(message)
+        if owner is not None and self._unchanged(owner, message, tools):
+            key = _turn_key(before, owner)
+            if key in self._ends:
+                return key
+        key = keys.digest(before, *keys.content_key(message))
+        owner = self._ends.get(key)
+        return key if owner is None else _turn_key(before, owner)
 
     def _owner(self, message: Message) -> int | None:
-        """The turn that made all calls of this message."""
-        owners = {self._ids.get(call.id) for call in message.calls}
+        """The turn that made all calls of this message, or else handed out its item ids."""
+        names = [call.id for call in message.calls] or [self._root(item) for item in message.items]
+        owners = {self._owners.get(name) for name in names}
         return owners.pop() if len(owners) == 1 else None
 
-    def _unchanged(self, owner: int, told: Message, schemas: Mapping[str, Mapping]) -> bool:
+    def _root(self, item: str) -> str:
+        return item[item.find("_") + 1 :][: len(self.reply_id(0))]
+
+    def _unchanged(self, owner: int, told: Message, tools: tuple[Tool, ...]) -> bool:
         answer = self.answers[owner].message
-        return answer.reasoning.strip() == told.reasoning.strip() and keys.same_answer(answer, told, schemas)
+        same_reasoning = answer.reasoning.strip() == told.reasoning.strip()
+        return same_reasoning and keys.same_answer(answer, told, keys.schemas_of(tools))
 
-    def _extension(
-        self, chain: list[Key], messages: tuple[Message, ...], tools: tuple[Tool, ...]
-    ) -> tuple[int | None, Ids | None]:
-        """The turn whose prompt and answer this history begins with, and the ids that continue it."""
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=None)
-        index = self._ends.get(chain[last + 1]) if last is not None else None
-        if last is None or index is None:
-            return None, None
-        turn = self._turns[index]
-        ids = self._renderer.extend(turn.prompt_ids, turn.generation.output_ids, messages[last + 1 :], tools)
-        return index, ids
+    def _extension(self, history: History) -> "_Extension":
+        """The turn whose prompt and answer this history begins with, and the ids that continue it; else all anew."""
+        messages = history.messages
+        last = next((i for i in reversed(range(len(messages))) if messages[i].role == "assistant"), None)
+        index = self._ends.get(history.chain[last + 1]) if last is not None else None
+        if last is not None and index is not None:
+            more = self._continuation(self._turns[index], messages[last + 1 :], history.tools)
+            if more is not None:
+                return _Extension(index, *more)
+        tape = Tape(self._renderer.render(messages, history.tools))
+        return _Extension(None, tape, tape.view())
 
-    def _drift(
-        self, parent: int | None, chain: list[Key], messages: Sequence[Message], tools: Sequence[Tool], hint: Drift
-    ) -> Drift:
-        if chain[-1] in self._planned:
+    def _continuation(self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool]) -> tuple[Tape, Ids] | None:
+        output = turn.generation.output_ids
+        calls = self.answers[turn.index].message.calls
+        more = self._renderer.continuation(turn.prompt_ids, output, new, tools, calls)
+        if more is None:
+            return None
+        return self._plans[turn.index].tape.grown(len(turn.prompt_ids), np.concatenate([output, more]))
+
+    def _note(self, plan: Plan) -> None:
+        self._open[plan.call] = plan
+        self._planned.add(plan.key)
+        self._systems.add(_system(plan.history))
+        self._had_tools |= bool(plan.history.tools)
+
+    # Why a call starts a new root
+
+    def _drift(self, parent: int | None, history: History, hint: Drift) -> Drift:
+        if history.chain[-1] in self._planned:
             return Drift.RETRY_TWIN
         if parent is not None:
             return Drift.NONE
@@ -243,39 +366,51 @@ class Session:
             return hint
         if not self._planned:
             return Drift.FIRST
-        if self._had_tools and not tools:
+        if self._had_tools and not history.tools:
             return Drift.SIDE_REQUEST
-        return self._break(messages, tools)
+        return self._break(history)
 
-    def _break(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Drift:
+    def _break(self, history: History) -> Drift:
         """Why a history with tools does not continue any turn, as far as the history tells."""
-        if any(self._lost_reasoning(m) for m in messages if m.role == "assistant"):
+        if any(self._lost_reasoning(message) for message in history.messages):
             return Drift.REASONING_DROPPED
-        if any(self._owner(m) is not None for m in messages):
-            calls = sum(len(m.calls) for m in messages)
-            return Drift.COMPACTION if calls < len(self._ids) // 2 else Drift.EDITED
-        if self._system(messages, tools) in self._systems:
+        if self._another_answer(history):
+            return Drift.EDITED
+        told = [owner for owner in map(self._owner, history.messages) if owner is not None]
+        if told:
+            return Drift.EDITED if set(self._calling(told[-1])) <= set(told) else Drift.COMPACTION
+        if _system(history) in self._systems:
             return Drift.COMPACTION
-        return Drift.SUBAGENT if tools else Drift.UNKNOWN
+        return Drift.SUBAGENT if history.tools else Drift.UNKNOWN
+
+    def _another_answer(self, history: History) -> bool:
+        """Whether where a turn was sampled, the history has an answer that is not that turn's."""
+        steps = zip(history.messages, history.chain, history.chain[1:], strict=False)
+        return any(m.role == "assistant" and a in self._planned and b not in self._ends for m, a, b in steps)
+
+    def _calling(self, index: int) -> list[int]:
+        """The turns with calls on the path that ends in this turn."""
+        return [turn for turn in self._path(index) if self.answers[turn].message.calls]
+
+    def _path(self, index: int | None) -> Iterator[int]:
+        while index is not None:
+            yield index
+            index = self._turns[index].parent
 
     def _lost_reasoning(self, told: Message) -> bool:
-        """Whether one of our answers was told without its reasoning."""
+        """Whether this is one of our answers, told without its reasoning."""
+        if told.role != "assistant" or told.reasoning.strip():
+            return False
         ids = [call.id for call in told.calls]
-        mine = (a.message for a in self.answers.values() if a.message.reasoning.strip() and not told.reasoning.strip())
+        mine = (answer.message for answer in self.answers.values() if answer.message.reasoning.strip())
         return any([c.id for c in m.calls] == ids and m.text.strip() == told.text.strip() for m in mine)
 
-    def _system(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Key:
-        text = messages[0].text if messages and messages[0].role == "system" else ""
-        return keys.digest(keys.tools_key(tools), text)
-
-    def _note(self, chain: list[Key], messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        self._planned.add(chain[-1])
-        self._systems.add(self._system(messages, tools))
-        self._had_tools |= bool(tools)
+    # Recording
 
     def _append(
-        self, plan: Plan, generation: Generation, sampling: Sampling, rejected: str | None, seconds: float
+        self, step: Step, plan: Plan, generation: Generation, sampling: Sampling, rejected: str | None, seconds: float
     ) -> Turn:
+        origin = self.journal.origins[plan.call]
         turn = Turn(
             index=len(self._turns),
             parent=plan.parent,
@@ -284,115 +419,67 @@ class Session:
             generation=generation,
             sampling=sampling,
             rejected=rejected,
+            asked=origin.asked,
+            started=origin.at,
             seconds=seconds,
         )
+        self.journal.note(step, plan.call)
+        del self._open[plan.call]
         self._turns.append(turn)
         self._plans.append(plan)
         self._rows.append(_rows_known(plan, generation, rejected))
         return turn
 
     def _answer(self, plan: Plan, turn: Turn) -> None:
-        output = turn.generation.output_ids
-        parsed = self._renderer.parse(output, plan.prompt_ids)
-        calls = tuple(
-            ToolCall(f"call_{self.uid}{turn.index:05x}{i:02x}", c.name, c.arguments) for i, c in enumerate(parsed.calls)
-        )
+        parsed = self._renderer.parse(turn.generation.output_ids, plan.prompt_ids, plan.history.tools)
+        reply = self.reply_id(plan.call)
+        calls = tuple(ToolCall(f"call_{reply}{i:02x}", c.name, c.arguments) for i, c in enumerate(parsed.calls))
         message = Message("assistant", parsed.content, parsed.reasoning, calls)
-        truncated = turn.generation.finish == "length"
-        self.answers[turn.index] = Answer(message=message, truncated=truncated)
-        self._ids |= {call.id: turn.index for call in calls}
-        self._ends[keys.digest(plan.key, "turn", str(turn.index))] = turn.index
+        self.answers[turn.index] = Answer(
+            id=reply, message=message, truncated=turn.truncated, reasoning_tokens=parsed.reasoning_tokens
+        )
+        self._owners |= dict.fromkeys([reply, *(call.id for call in calls)], turn.index)
+        self._ends[_turn_key(plan.key, turn.index)] = turn.index
         self._ends[keys.digest(plan.key, *keys.content_key(message))] = turn.index
 
-    def _pairs(self) -> list[tuple[Turn, Plan]]:
-        return list(zip(self._turns, self._plans, strict=True))
 
-    def _excluded(self) -> dict[int, str]:
-        """Untrainable turns and why."""
-        extended = {t.parent for t in self._turns if t.rejected != CANCELLED}
-        causes: dict[int, str] = {}
-        latest: dict[Key, int] = {}
-        for turn, plan in self._pairs():
-            if turn.rejected:
-                causes[turn.index] = turn.rejected
-            elif plan.aside and self._had_tools:
-                causes[turn.index] = SIDE_REQUEST
-            else:
-                latest[plan.key] = self._accepted(turn, latest.get(plan.key), extended, causes)
-        return causes
-
-    @staticmethod
-    def _accepted(turn: Turn, twin: int | None, extended: set[int | None], causes: dict[int, str]) -> int:
-        """Of twins, those that the harness went on from; if none, the last."""
-        if twin is None:
-            return turn.index
-        if turn.index not in extended and twin in extended:
-            causes[turn.index] = SUPERSEDED
-            return twin
-        if twin not in extended:
-            causes[twin] = SUPERSEDED
+def _accepted(turn: Turn, twin: int | None, extended: set[int | None], causes: dict[int, str]) -> int:
+    """Of twins, those that the harness went on from; if none, the last."""
+    if twin is None:
         return turn.index
+    if turn.index not in extended and twin in extended:
+        causes[turn.index] = SUPERSEDED
+        return twin
+    if twin not in extended:
+        causes[twin] = SUPERSEDED
+    return turn.index
 
 
-def fault(plan: Plan, generation: Generation, sampling: Sampling, experts: int | None) -> str | None:
-    """The first invariant that a generation breaks, as a word to count by; None if it keeps all."""
-    n = len(generation.output_ids)
-    logprobs = generation.logprobs
-    if generation.prompt_len != len(plan.prompt_ids):
-        return "prompt_length"
-    if n == 0 or n > sampling.max_tokens:
-        return "output_ids"
-    if generation.finish not in ("stop", "length"):
-        return "finish"
-    if len(logprobs) != n or not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
-        return "logprobs"
-    if not _covers(generation.versions, n):
-        return "versions"
-    return _routing_fault(generation, plan.routing_start, experts)
+def _turn_key(before: Key, turn: int) -> Key:
+    return keys.digest(before, "turn", str(turn))
 
 
-def _covers(spans: Sequence[VersionSpan], n: int) -> bool:
-    at = 0
-    for span in spans:
-        if span.start != at or span.stop <= at:
-            return False
-        at = span.stop
-    return at == n
-
-
-def _routing_fault(generation: Generation, start: int, experts: int | None) -> str | None:
-    rows = generation.routing
-    if experts is None:
-        return None
-    if rows is None:
-        return "routing_missing"
-    if generation.routing_start > start:
-        return "routing_start"
-    wanted = generation.prompt_len + len(generation.output_ids) - 1 - generation.routing_start
-    if rows.ndim != 3 or len(rows) != wanted:
-        log.error("routing: %d rows wanted, shape %s found", wanted, rows.shape)
-        return "routing_rows"
-    if rows.size and int(rows.max()) >= experts:
-        return "routing_experts"
-    ranked = np.sort(rows, axis=-1)
-    return "routing_repeats" if bool((ranked[..., 1:] == ranked[..., :-1]).any()) else None
+def _system(history: History) -> Key:
+    first = history.messages[0] if history.messages else None
+    return keys.digest(history.chain[0], first.text if first is not None and first.role == "system" else "")
 
 
 def _rows_known(plan: Plan, generation: Generation, rejected: str | None) -> int:
     """How many leading rows of this turn's path are captured."""
-    bad = rejected is not None and rejected != UNDELIVERED
-    if generation.routing is None or bad:
+    if generation.routing is None or rejected is not None:
         return plan.routing_start
     return generation.routing_start + len(generation.routing)
 
 
-def _nothing(plan: Plan) -> Generation:
+def _piece(plan: Plan, output: tuple[Ids, Floats] | None) -> Generation:
+    """What came of an answer that was not waited for."""
+    ids, logprobs = output or (np.zeros(0, np.int32), np.zeros(0, np.float32))
     return Generation(
         prompt_len=len(plan.prompt_ids),
-        output_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
+        output_ids=ids,
+        logprobs=logprobs,
         routing=None,
         routing_start=0,
         versions=(),
-        finish="stop",
+        finish="abort",
     )

@@ -1,4 +1,4 @@
-"""The body of vLLM's /inference/v1/generate: what we ask, and the answer parsed and checked. Pure.
+"""The body of vLLM's /inference/v1/generate: what we ask, and the streamed answer gathered and checked. Pure.
 
 An answer that is not wholly as asked raises EngineError with the numbers: it must never become a turn.
 """
@@ -6,7 +6,8 @@ An answer that is not wholly as asked raises EngineError with the numbers: it mu
 import base64
 import binascii
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,20 @@ import numpy as np
 
 from lego.engine.folder import ModelFolder
 from lego.errors import EngineError
-from lego.records import Generation, Ids, Routing, Sampling, VersionSpan
+from lego.records import Floats, Generation, Ids, Routing, Sampling, VersionSpan
 
 FLOOR = -9000.0
 """vLLM writes -9999 for a logprob that is NaN or -inf."""
+STREAM_INTERVAL = 16
+"""Tokens of a chunk, but for the first, which comes alone, and the last."""
 
 
 def request_body(prompt_ids: Ids, sampling: Sampling, stop_ids: Sequence[int], routing_start: int) -> dict[str, Any]:
     """Every sampling field in full, so that no default of server or model folder decides anything."""
     return {
         "token_ids": prompt_ids.tolist(),
-        "stream": False,
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "sampling_params": {
             "n": 1,
             "temperature": sampling.temperature,
@@ -46,6 +50,7 @@ def request_body(prompt_ids: Ids, sampling: Sampling, stop_ids: Sequence[int], r
             "logit_bias": None,
             "allowed_token_ids": None,
             "bad_words": None,
+            "stream_interval": STREAM_INTERVAL,
             "detokenize": False,
             "skip_special_tokens": False,
             "routed_experts_prompt_start": routing_start,
@@ -65,23 +70,51 @@ class Asked:
     """First routing row wanted; None where routing is off."""
 
 
-def parse_answer(body: dict[str, Any], asked: Asked) -> Generation:
-    """The checked answer."""
+class Answer:
+    """One answer while its chunks come: each is checked as it comes, the whole at the end."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.ids: Ids = np.zeros(0, np.int32)
+        self.logprobs: Floats = np.zeros(0, np.float32)
+        self._asked = asked
+        self._last: dict[str, Any] = {}
+        self._usage: dict[str, Any] | None = None
+
+    def add(self, chunk: dict[str, Any]) -> bool:
+        """Whether the chunk brought tokens."""
+        before = len(self.ids)
+        with _all_fields():
+            self._usage = chunk["usage"] or self._usage
+            for choice in chunk["choices"]:
+                ids = np.array(choice["token_ids"], np.int32)
+                _check_ids(ids, self._asked.model.vocab_size)
+                logprobs = _logprobs(choice["logprobs"]["content"], ids)
+                self.ids = np.concatenate([self.ids, ids])
+                self.logprobs = np.concatenate([self.logprobs, logprobs])
+                self._last = choice
+        return len(self.ids) > before
+
+    def generation(self) -> Generation:
+        """The whole answer. Finish, routing and weight versions come with the last tokens, usage after them."""
+        asked, last = self._asked, self._last
+        with _all_fields():
+            _check_finish(last["finish_reason"], self.ids, asked)
+            _check_prompt((self._usage or {})["prompt_tokens"], asked.prompt_len)
+            return Generation(
+                prompt_len=asked.prompt_len,
+                output_ids=self.ids,
+                logprobs=self.logprobs,
+                routing=_routing(last["routed_experts"], asked, len(self.ids)),
+                routing_start=asked.routing_start or 0,
+                versions=_versions(last["weight_versions"], len(self.ids)),
+                finish=last["finish_reason"],
+            )
+
+
+@contextmanager
+def _all_fields() -> Iterator[None]:
     try:
-        choice = body["choices"][0]
-        ids = np.array(choice["token_ids"], np.int32)
-        _check_finish(choice["finish_reason"], ids, asked)
-        _check_prompt(body["usage"]["prompt_tokens"], asked.prompt_len)
-        _check_ids(ids, asked.model.vocab_size)
-        return Generation(
-            prompt_len=asked.prompt_len,
-            output_ids=ids,
-            logprobs=_logprobs(choice["logprobs"]["content"], ids),
-            routing=_routing(choice["routed_experts"], asked, len(ids)) if asked.routing_start is not None else None,
-            routing_start=asked.routing_start or 0,
-            versions=_versions(choice["weight_versions"], len(ids)),
-            finish=choice["finish_reason"],
-        )
+        yield
     except (KeyError, IndexError, TypeError) as error:
         raise EngineError(f"engine's answer lacks a field: {error!r}") from error
 
@@ -101,11 +134,11 @@ def _check_prompt(seen: int, sent: int) -> None:
 
 
 def _check_ids(ids: Ids, vocab_size: int) -> None:
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise EngineError(f"engine sampled ids {ids.min()} to {ids.max()} of a vocabulary of {vocab_size}")
 
 
-def _logprobs(content: list[dict[str, Any]], ids: Ids) -> np.ndarray:
+def _logprobs(content: list[dict[str, Any]], ids: Ids) -> Floats:
     if len(content) != len(ids):
         raise EngineError(f"engine sent {len(ids)} output ids but {len(content)} logprobs")
     of = np.array([entry["token_id"] for entry in content])
@@ -119,13 +152,15 @@ def _logprobs(content: list[dict[str, Any]], ids: Ids) -> np.ndarray:
     return logprobs
 
 
-def _routing(text: str | None, asked: Asked, output_len: int) -> Routing:
-    """Rows of the layers that route, `[rows, moe layers, experts per token]`."""
+def _routing(text: str | None, asked: Asked, output_len: int) -> Routing | None:
+    """Rows of the layers that route, `[rows, moe layers, experts per token]`; None where routing is off."""
+    if asked.routing_start is None:
+        return None
     if text is None:
         raise EngineError("engine sent no routed experts")
     model = asked.model
     routing = _decode(text)
-    rows = asked.prompt_len + output_len - 1 - (asked.routing_start or 0)
+    rows = asked.prompt_len + output_len - 1 - asked.routing_start
     check_routing_shape(routing.shape, (rows, model.layers, model.experts_per_token))
     if len(model.moe_layers) < model.layers:
         routing = routing[:, list(model.moe_layers)]

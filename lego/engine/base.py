@@ -1,16 +1,26 @@
 """The engine seam: token ids in, what was sampled out, and new weights between."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from lego.records import Generation, Ids, Sampling
+from lego.records import Floats, Generation, Ids, Sampling
+
+Progress = Callable[[Ids, Floats], None]
+"""Hears all output ids and logprobs so far, each time more have come."""
 
 
 class Engine(Protocol):
     """An inference engine that holds one policy."""
 
     async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
+        progress: Progress | None = None,
     ) -> Generation:
         """Samples an answer to exactly these ids; routing rows before `routing_start` are left out.
 

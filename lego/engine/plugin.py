@@ -1,4 +1,4 @@
-"""The vLLM plugin: our weight-transfer backend everywhere, and on CPU routing capture and right MoE weight updates.
+"""The vLLM plugin: our weight-transfer backend; on CPU also routing capture, MoE weight updates, seeds of long prompts.
 
 vLLM calls `register` in each of its processes. This is the one module that changes another library at run time; what
 it changes is listed in `_patches`, and a vLLM without those places is refused. Speculative decoding is not covered:
@@ -130,13 +130,25 @@ def _sample_tokens(original: Callable) -> Callable:
         pending = None
         if connector is not None and runner.execute_model_state is not None:
             pending = connector.prepare_output(_step_of(runner))
+        generators = runner.input_batch.generators
+        unfinished = _of_unfinished_prompts(runner, generators)
         output = original(runner, *args, **kwargs)
+        generators |= unfinished
         if pending is not None:
             pending.enqueue_cpu_copy(*_sampled(output.sampled_token_ids))
             output.aux_output_connector_output = pending.process_output()
         return output
 
     return sample_tokens
+
+
+def _of_unfinished_prompts(runner: Any, generators: dict[int, Any]) -> dict[int, Any]:
+    """Takes out the generators of seeded requests whose prompt is not through: what they sample is thrown away.
+
+    The stock runner would wind them back, which CPU generators cannot: the engine would die.
+    """
+    unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+    return {i: generators.pop(i) for i in unfinished if i in generators}
 
 
 def _connector(runner: Any) -> Any:

@@ -1,12 +1,14 @@
 """An `Engine` without a model: a function answers, and what a real engine would report is made up, validly."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from lego.engine.base import Progress
 from lego.errors import EngineError
 from lego.records import Floats, Generation, Ids, Routing, Sampling, VersionSpan
 
@@ -24,6 +26,7 @@ class Call:
 class ScriptedEngine:
     """Answers each prompt with `answer(prompt_ids)`, cut at `max_tokens`.
 
+    It comes in pieces of `chunks` tokens, over and over, `chunk_seconds` before each; without, in one.
     Logprobs depend on the token alone, routing rows on token and position, so that the same context always reports
     the same. `experts` is (layers, experts, experts per token), None for a dense model.
     """
@@ -35,6 +38,8 @@ class ScriptedEngine:
         experts: tuple[int, int, int] | None = (2, 8, 2),
         stop_ids: Collection[int] | None = None,
         seconds: float = 0.0,
+        chunks: Sequence[int] = (),
+        chunk_seconds: float = 0.0,
     ) -> None:
         self.calls: list[Call] = []
         self.cancelled: list[Call] = []
@@ -44,20 +49,29 @@ class ScriptedEngine:
         self._experts = experts
         self._stop_ids = stop_ids
         self._seconds = seconds
+        self._chunks = chunks
+        self._chunk_seconds = chunk_seconds
 
     async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
+        progress: Progress | None = None,
     ) -> Generation:
         """See `Engine.generate`. `finish` is "stop" at a stop id, or without any where nothing was cut."""
         call = Call(prompt_ids=prompt_ids, sampling=sampling, session=session, routing_start=routing_start)
         self.calls.append(call)
         try:
             await asyncio.sleep(self._seconds)
+            whole = np.asarray(self._answer(prompt_ids), np.int32)
+            output_ids = whole[: sampling.max_tokens]
+            await self._tell(output_ids, progress)
         except asyncio.CancelledError:
             self.cancelled.append(call)
             raise
-        whole = np.asarray(self._answer(prompt_ids), np.int32)
-        output_ids = whole[: sampling.max_tokens]
         if not len(output_ids):
             raise EngineError("the script has no answer to this prompt")
         return Generation(
@@ -69,6 +83,14 @@ class ScriptedEngine:
             versions=(VersionSpan(version=self.version, start=0, stop=len(output_ids)),),
             finish=self._finish(whole, output_ids),
         )
+
+    async def _tell(self, ids: Ids, progress: Progress | None) -> None:
+        sizes, told = itertools.cycle(self._chunks or [len(ids)]), 0
+        while told < len(ids):
+            await asyncio.sleep(self._chunk_seconds)
+            told = min(told + next(sizes), len(ids))
+            if progress is not None:
+                progress(ids[:told], made_up_logprobs(ids[:told]))
 
     async def update(self, weights: Path, version: int) -> None:
         """See `Engine.update`; only the version is taken."""

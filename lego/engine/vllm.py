@@ -7,9 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
@@ -64,15 +64,17 @@ class VllmServer:
 
     @asynccontextmanager
     async def open(
-        self, model: Path, logs: Path, *, seed: int = 0, shared: Path | None = None
+        self, model: Path, logs: Path, *, seed: int = 0, shared: Path | None = None, stop_ids: Sequence[int] = ()
     ) -> "AsyncIterator[VllmEngine]":
         """The started engine, weights labelled version 0; its output goes to `logs`/vllm.log.
 
+        An answer ends at the folder's own stop ids and at `stop_ids`.
         Its sockets lie in a folder of their own in `shared`, by default where temporary files go; keep that path short.
 
         UsageError for a bad model folder or no vLLM, before anything is started; EngineError if it does not come up.
         """
         folder = read_model_folder(model)
+        folder = replace(folder, stop_ids=tuple(dict.fromkeys([*folder.stop_ids, *stop_ids])))
         if self.routing and not folder.moe_layers:
             raise UsageError(f"routing is on but model folder {model} has no routed experts")
         cpu = is_cpu_wheel()
@@ -97,6 +99,7 @@ class VllmServer:
                 child.hurry()  # while it starts it does not hear SIGTERM
                 raise
             await engine.label(0)
+            await engine.check_logprobs()
             yield engine
 
     async def _wait_until_up(self, engine: "VllmEngine", child: Child) -> None:
@@ -134,8 +137,8 @@ class VllmServer:
         passed = {k: v for k, v in ours.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         fast = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S)}
-        # One process less, no core pinned that trainer and boxes need, no threads that fight for two cores.
-        small = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        # No core pinned that trainer and boxes need, no threads that fight for two cores.
+        small = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         return passed | quiet | fast | (small if cpu else {}) | dict(self.env)
 
 

@@ -4,13 +4,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
 
-from lego.engine.answer import Asked, parse_answer, request_body
+from lego.engine.answer import Answer, Asked, request_body
+from lego.engine.base import Progress
 from lego.engine.folder import ModelFolder
 from lego.errors import EngineError
 from lego.records import Generation, Ids, Sampling
@@ -20,7 +23,12 @@ log = logging.getLogger(__name__)
 # Idle connections: less than the server keeps them (vllm.SERVER_KEEP_ALIVE_S).
 KEEP_ALIVE_S = 30
 RESET_TRIES = 6
+GENERATE = "/inference/v1/generate"
+# Ours are below 60 MiB: 100,000 tokens of 48 layers and 8 experts, in base64.
+MAX_EVENT_BYTES = 512 << 20
 NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=30)
+# A killed server takes some six seconds to take its engine with it.
+LAST_WORDS_S = 15.0
 HEALTH_LIMIT = aiohttp.ClientTimeout(total=5)
 
 
@@ -46,20 +54,38 @@ class VllmEngine:
         self._update_timeout = aiohttp.ClientTimeout(total=update_timeout_s)
         self._updating = asyncio.Lock()
         self._broken: str | None = None
+        self._reading: set[aiohttp.ClientResponse] = set()
 
     async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
+        progress: Progress | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
         self._check_usable()
         stop_ids = self.model.stop_ids
-        body = request_body(prompt_ids, sampling, stop_ids, routing_start)
-        answer = await self._post("/inference/v1/generate", body, headers={"X-Session-ID": session}, timeout=NO_LIMIT)
         start = routing_start if self._routing else None
         asked = Asked(
             model=self.model, prompt_len=len(prompt_ids), sampling=sampling, stop_ids=stop_ids, routing_start=start
         )
-        return parse_answer(answer, asked)
+        answer = Answer(asked)
+        body = request_body(prompt_ids, sampling, stop_ids, routing_start)
+        async with self._opened("POST", GENERATE, json=body, headers={"X-Session-ID": session}) as response:
+            async for event in events(response.content.iter_any()):
+                if answer.add(await self._chunk(event)) and progress is not None:
+                    progress(answer.ids, answer.logprobs)
+        return answer.generation()
+
+    async def _chunk(self, event: bytearray) -> dict[str, Any]:
+        """An event of a streamed answer, whose status was 200 before anything could go wrong."""
+        chunk = _json(GENERATE, event)
+        if "error" in chunk:
+            raise EngineError(await self._why(f"{GENERATE}: {chunk['error']}"))
+        return chunk
 
     async def update(self, weights: Path, version: int) -> None:
         """See `Engine.update`. After a failure the weights are in doubt: every later call raises."""
@@ -78,6 +104,18 @@ class VllmEngine:
         """Names the weights the server has now; for a server that just loaded them."""
         await self._step("/update_weight_version", {"new_version": str(version)})
 
+    async def check_logprobs(self) -> None:
+        """EngineError unless logprobs are of the distribution sampled from: with one token to choose from, 0.
+
+        Not seen: raw logprobs of a model that is certain of what follows token 0.
+        """
+        got = await self.generate(np.zeros(1, np.int32), Sampling(top_k=1, max_tokens=1), session="check")
+        if got.logprobs[0] < -1e-4:
+            raise EngineError(
+                f"engine reports logprob {got.logprobs[0]:.3f} of the one token it can choose, not of the distribution "
+                "it samples from: start vLLM with --logprobs-mode processed_logprobs"
+            )
+
     async def _update(self, weights: Path, version: int) -> None:
         await self._step(f"/pause?mode={self._pause}")
         await self._step("/start_weight_update")
@@ -85,7 +123,7 @@ class VllmEngine:
         await self._step("/finish_weight_update", {"weight_version": str(version)})
         await self._reset_prefix_cache()
         await self._step("/resume")
-        seen = (await self._request("GET", "/weight_info", timeout=self._update_timeout)).get("weight_version")
+        seen = (await self._request("GET", "/weight_info")).get("weight_version")
         if seen != str(version):
             raise EngineError(f"/weight_info: engine says version {seen!r} after the update to {version}")
 
@@ -99,33 +137,41 @@ class VllmEngine:
         raise EngineError(f"/reset_prefix_cache: refused {RESET_TRIES} times, blocks are still held: {answer}")
 
     async def _step(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await self._post(path, body, timeout=self._update_timeout)
-
-    async def _post(self, path: str, body: Any, **options: Any) -> dict[str, Any]:
-        return await self._request("POST", path, json=body, **options)
+        return await self._request("POST", path, json=body)
 
     async def _request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """The JSON object of a 200 answer; EngineError with the path for all else."""
+        async with self._opened(method, path, limit=self._update_timeout, **options) as response:
+            return _json(path, await response.read())
+
+    @asynccontextmanager
+    async def _opened(
+        self, method: str, path: str, limit: aiohttp.ClientTimeout = NO_LIMIT, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A 200 answer while it is read; EngineError with the path if it breaks off or is another."""
         try:
-            async with self._http.request(method, path, **options) as response:
-                text = await response.text()
+            async with self._http.request(method, path, timeout=limit, **options) as response:
                 if response.status != 200:
-                    raise EngineError(f"{path}: status {response.status}: {text[:500]}")
-                return json.loads(text)
+                    said = f"{path}: status {response.status}: {(await response.text())[:500]}"
+                    raise EngineError(await self._why(said))
+                self._reading.add(response)
+                try:
+                    yield response
+                finally:
+                    self._reading.discard(response)
         except TimeoutError as error:
             raise EngineError(f"{path}: no answer in time") from error
         except aiohttp.ClientError as error:
             raise EngineError(await self._why(f"{path}: {type(error).__name__}: {error}")) from error
-        except ValueError as error:
-            raise EngineError(f"{path}: answer is not JSON: {error}") from error
 
     async def _why(self, seen: str) -> str:
-        """The cause behind a broken connection, which a dying server may take a moment to show."""
-        for _ in range(10):
-            if (reason := self._broken or self._obituary()) is not None:
-                return f"{seen}; {reason}"
+        """The cause behind a failure, which a dying server takes a while to show."""
+        latest = time.monotonic() + LAST_WORDS_S
+        while (reason := self._broken or self._obituary()) is None:
+            if self._http.closed or time.monotonic() > latest or await self.healthy():
+                return seen
             await asyncio.sleep(0.1)
-        return seen
+        return f"{seen}; {reason}"
 
     async def healthy(self) -> bool:
         """Whether the server answers and its engine lives."""
@@ -142,6 +188,8 @@ class VllmEngine:
     async def _break(self, reason: str) -> None:
         """Ends the calls that a paused server would hold for ever."""
         self._broken = reason
+        for response in self._reading:
+            response.close()  # the session's own closing would leave their readers waiting
         await self._http.close()
 
 
@@ -150,6 +198,35 @@ def connect(url: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         base_url=url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), trust_env=False
     )
+
+
+async def events(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytearray]:
+    """The data of server-sent events of one line each, up to [DONE]."""
+    rest, done = bytearray(), False
+    async for piece in pieces:
+        at = max(len(rest) - 1, 0)
+        rest += piece
+        while (end := rest.find(b"\n\n", at)) >= 0:
+            data, at = rest[len(b"data: ") : end], 0
+            del rest[: end + 2]
+            if data == b"[DONE]":
+                done = True
+            else:
+                yield data
+        if len(rest) > MAX_EVENT_BYTES:
+            raise EngineError(f"engine's answer has an event of over {MAX_EVENT_BYTES} bytes")
+    if not done:
+        raise aiohttp.ClientPayloadError(f"the stream ended before [DONE]; its last bytes: {bytes(rest[-200:])!r}")
+
+
+def _json(path: str, text: bytes | bytearray) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise EngineError(f"{path}: answer is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path}: answer is a JSON {type(found).__name__}, not an object")
+    return found
 
 
 def check_weights_file(path: Path) -> Path:

@@ -60,11 +60,13 @@ class RunStore:
                 "trainable": t.fidelity.trained,
                 "excluded": dict(t.fidelity.excluded),
                 "drift": dict(t.fidelity.drift),
+                "faults": dict(t.fidelity.faults),
                 "segments": len(t.segments),
                 "seconds": dict(t.seconds),
                 "verdict_reused": t.verdict_reused,
                 "patch": t.patch,
                 "detail": t.detail,
+                "recording": t.recording,
             },
         )
 

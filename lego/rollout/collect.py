@@ -67,7 +67,19 @@ def refuse_unscored(trajectories: Sequence[Trajectory], most: float) -> None:
         )
 
 
-AGENT_ENDS = frozenset({Outcome.TIMEOUT, Outcome.TURN_LIMIT, Outcome.CONTEXT_EXCEEDED})
+def refuse_faulty(trajectories: Sequence[Trajectory], most: float) -> None:
+    """GateError with counts and the first cause when more than a share `most` of all turns failed a cross-check."""
+    turns = sum(t.fidelity.turns for t in trajectories)
+    counts = sum((Counter(t.fidelity.faults) for t in trajectories), Counter())
+    if counts.total() > most * turns:
+        first = next(t for t in trajectories if t.fidelity.faults)
+        raise GateError(
+            f"{counts.total()} of {turns} turns failed a cross-check (gates.max_faults {most}): {dict(counts)}; "
+            f"first: {first.task}#{first.attempt}: {next(iter(first.fidelity.faults))}"
+        )
+
+
+AGENT_ENDS = frozenset({Outcome.TIMEOUT, Outcome.TURN_LIMIT, Outcome.TOKEN_LIMIT, Outcome.CONTEXT_EXCEEDED})
 """Ends without a reward that are the policy's own doing: not solved, in a solve rate."""
 
 

@@ -8,13 +8,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harnesses.base import Endpoint, Harness
 from lego.capture.server import Handle, Proxy
+from lego.capture.session import Session
 from lego.errors import EngineError, HarnessError, VerdictError
 from lego.records import Outcome, Trajectory
 from lego.rollout.collect import Attempt
+from lego.rollout.sessions import Sessions
 from lego.tasks.task import Task
 from lego.tasks.verdict import Grader, is_test_machinery, patch_digest
 from sandbox.base import BoxSpec, Change, ExecResult, Limits, Mount, Sandbox, SandboxError
@@ -75,6 +77,7 @@ class Trials:
     mounts: tuple[Mount, ...]
     proxy: Proxy
     grader: Grader
+    sessions: Sessions
     limits: Limits
     context_tokens: int
     output_tokens: int
@@ -89,6 +92,12 @@ class Trials:
             with clock.measured("trial"):
                 ending = await self._ending(task, session, clock)
         log.info("trial %s#%d %s %s", task.id, attempt.number, ending.outcome, ending.detail[:200])
+        trajectory = self._trajectory(attempt, version, ending, session.session, clock)
+        return replace(trajectory, recording=await self.sessions.keep(session.session, trajectory))
+
+    @staticmethod
+    def _trajectory(attempt: Attempt, version: int, ending: Ending, session: Session, clock: Clock) -> Trajectory:
+        task = attempt.task
         return Trajectory(
             task=task.id,
             attempt=attempt.number,
@@ -96,8 +105,8 @@ class Trials:
             version=version,
             outcome=ending.outcome,
             reward=ending.reward,
-            segments=session.session.segments(),
-            fidelity=session.session.fidelity(),
+            segments=session.segments(),
+            fidelity=session.fidelity(),
             seconds=clock.seconds,
             patch=ending.patch,
             verdict_reused=ending.reused,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lego.chat.render import Renderer
+from lego.engine.base import Progress
 from lego.records import Generation, Ids, Sampling, VersionSpan
 
 EXPERTS, LAYERS, TOP_K = 8, 3, 2
@@ -42,7 +43,13 @@ class ScriptedEngine:
         self.error: Exception | None = None
 
     async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str, routing_start: int = 0
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
+        progress: Progress | None = None,
     ) -> Generation:
         self.prompts.append(prompt_ids)
         self.samplings.append(sampling)

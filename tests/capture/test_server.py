@@ -184,7 +184,7 @@ def test_the_recipes_sampling_is_used_and_the_harness_s_is_recorded(renderer):
             user = [{"role": "user", "content": "U"}]
             await client.chat.completions.create(model="m", messages=user, temperature=0, top_p=0.9, max_tokens=7)
             assert engine.samplings == [Sampling(max_tokens=300)]
-            assert handle.session.asked[0] == {"temperature": 0, "top_p": 0.9, "max_tokens": 7}
+            assert handle.session.turns[0].asked == {"temperature": 0, "top_p": 0.9, "max_tokens": 7}
 
     run(main())
 

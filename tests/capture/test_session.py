@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lego.capture.session import ContextExceeded, Limits, Session, SessionClosed, TurnLimit, fault
+from lego.capture.crosscheck import fault
+from lego.capture.journal import Origin
+from lego.capture.session import CANCELLED, ENGINE_ERROR, ContextExceeded, LimitReached, Limits, Session, SessionClosed
 from lego.chat.messages import Message, Tool, ToolCall, read_messages
 from lego.records import Drift, Outcome, Sampling, VersionSpan
 from tests.capture.double import EXPERTS, generation
@@ -27,7 +29,7 @@ def ids(renderer, text: str) -> list[int]:
 
 
 def call(s, renderer, messages, text=CALL, *, tools=TOOLS, hint=Drift.NONE, **changes):
-    plan = s.plan(tuple(messages), tools, hint)
+    plan = s.plan(tuple(messages), tools, Origin(hint=hint))
     output = ids(renderer, text)
     made = generation(plan.prompt_ids, output, start=plan.routing_start, **changes)
     turn = s.add(plan, made, sampling=SAMPLING)
@@ -237,7 +239,7 @@ def test_a_broken_invariant_makes_the_turn_untrainable_and_is_counted(renderer, 
     s = session(renderer)
     plan = s.plan((USER,), TOOLS)
     good = generation(plan.prompt_ids, [1, 2, 3])
-    assert fault(plan, good, SAMPLING, EXPERTS) is None
+    assert fault(good, SAMPLING, prompt_len=len(plan.prompt_ids), routing_start=0, experts=EXPERTS) is None
     turn = s.add(plan, replace(good, **changes(good)), sampling=SAMPLING)
     assert turn.rejected == cause and not s.segments()
     assert s.fidelity().excluded == {cause: len(turn.generation.output_ids)}
@@ -256,10 +258,119 @@ def test_a_rejected_turn_is_context_but_neither_it_nor_its_rows_are_trained_on(r
     assert (segment.routing_TLK[:-1, 0, 0] == segment.ids_T[:-1] % EXPERTS).all()
 
 
+def test_item_ids_find_the_turn_among_answers_that_read_the_same(renderer):
+    s = session(renderer)
+    for _ in range(2):
+        call(s, renderer, [USER], "same<|im_end|>")
+    for turn in (0, 1):
+        told = replace(s.answers[turn].message, items=(f"msg_{s.answers[turn].id}00",))
+        assert s.plan((USER, told, Message("user", "V")), TOOLS).parent == turn
+
+
+def test_an_answer_told_with_its_item_ids_once_and_without_them_later_is_one_path(renderer):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER], "one<|im_end|>")
+    with_ids = replace(answer, items=(f"rs_{s.answers[0].id}00", f"msg_{s.answers[0].id}01"))
+    _, second = call(s, renderer, [USER, with_ids, Message("user", "V")], "two<|im_end|>")
+    third, _ = call(s, renderer, [USER, answer, Message("user", "V"), second, Message("user", "W")], "three<|im_end|>")
+    assert third.parent == 1 and len(s.segments()) == 1
+
+
+def test_an_edited_text_answer_is_known_by_its_item_ids(renderer):
+    s = session(renderer)
+    _, answer = call(s, renderer, [USER], "one<|im_end|>")
+    edited = replace(answer, text="another", items=(f"msg_{s.answers[0].id}00",))
+    turn, _ = call(s, renderer, [USER, edited, Message("user", "V")])
+    assert (turn.parent, turn.drift) == (None, Drift.EDITED)
+
+
+def test_a_turn_stays_with_its_first_path_whatever_grows_later(renderer):
+    s = session(renderer)
+    root, answer = call(s, renderer, [USER])
+    left, told = call(s, renderer, [USER, answer, result(answer, "left")])
+    right, _ = call(s, renderer, [USER, answer, result(answer, "right")])
+    before = s.segments()
+    call(s, renderer, [USER, answer, result(answer, "left"), told, result(told)])
+    after = s.segments()
+    sizes = [len(turn.generation.output_ids) for turn in (root, left, right)]
+    assert [int(g.mask_T.sum()) for g in before] == [sizes[0] + sizes[1], sizes[2]]
+    assert int(after[0].mask_T.sum()) > int(before[0].mask_T.sum())
+    assert np.array_equal(after[1].mask_T, before[1].mask_T)
+
+
+def test_turns_left_out_are_a_compaction_and_a_changed_result_is_an_edit(renderer):
+    s = session(renderer)
+    _, a = call(s, renderer, [USER])
+    _, b = call(s, renderer, [USER, a, result(a)])
+    edited = s.plan((USER, a, result(a, "cut"), b, result(b)), TOOLS)
+    compacted = s.plan((Message("user", "so far: ..."), b, result(b)), TOOLS)
+    assert (edited.drift, compacted.drift) == (Drift.EDITED, Drift.COMPACTION)
+
+
+def test_what_was_sampled_of_a_cancelled_answer_is_in_the_account(renderer):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    output = (np.asarray([1, 2, 3], np.int32), np.asarray([-1, -2, -3], np.float32))
+    turn = s.abandon(plan, CANCELLED, sampling=SAMPLING, output=output)
+    assert turn.generation.finish == "abort" and not s.segments()
+    assert (s.fidelity().sampled, s.fidelity().excluded) == (3, {"cancelled": 3})
+
+
+def test_an_answer_that_comes_after_the_end_of_the_trial_is_in_the_account(renderer):
+    s = session(renderer)
+    plan = s.plan((USER,), TOOLS)
+    s.close()
+    s.add(plan, generation(plan.prompt_ids, [1, 2, 3]), sampling=SAMPLING)
+    assert s.fidelity().excluded == {"cancelled": 3} and not s.segments()
+
+
+def test_calls_in_flight_count_against_the_turn_limit_and_failed_ones_do_not(renderer):
+    s = session(renderer, max_turns=2)
+    first = s.plan((USER,), TOOLS)
+    s.plan((Message("user", "V"),), TOOLS)
+    with pytest.raises(LimitReached, match="2 model calls, limit 2"):
+        s.plan((Message("user", "W"),), TOOLS)
+    s.abandon(first, ENGINE_ERROR, sampling=SAMPLING)
+    s.plan((Message("user", "W"),), TOOLS)
+
+
+def test_side_requests_have_an_allowance_of_their_own(renderer):
+    s = session(renderer, max_turns=1)
+    call(s, renderer, [USER])
+    call(s, renderer, [Message("user", "a title")], tools=())
+    with pytest.raises(LimitReached):
+        s.plan((Message("user", "a title"),), ())
+
+
+def test_the_tokens_of_a_trial_are_limited(renderer):
+    s = session(renderer, max_sampled=5)
+    plan = s.plan((USER,), TOOLS)
+    assert plan.room == 5
+    s.add(plan, generation(plan.prompt_ids, [1, 2, 3]), sampling=SAMPLING)
+    plan = s.plan((Message("user", "V"),), TOOLS)
+    assert plan.room == 2
+    s.add(plan, generation(plan.prompt_ids, [1, 2]), sampling=SAMPLING)
+    with pytest.raises(LimitReached, match="5 sampled tokens"):
+        s.plan((Message("user", "W"),), TOOLS)
+    assert s.breach is Outcome.TOKEN_LIMIT
+
+
+def test_a_long_trial_holds_its_ids_once(renderer):
+    s = session(renderer, context_tokens=1_000_000, experts=None)
+    history = [Message("user", "x" * 50_000)]
+    for _ in range(8):
+        _, answer = call(s, renderer, history, "ok<|im_end|>")
+        history += [answer, Message("user", "y" * 5_000)]
+    bases = {id(turn.prompt_ids if turn.prompt_ids.base is None else turn.prompt_ids.base) for turn in s.turns}
+    assert len(bases) <= 2 and [turn.parent for turn in s.turns] == [None, *range(7)]
+    plain = Session("abc", renderer, s.limits)
+    assert np.array_equal(s.turns[-1].prompt_ids[: len(s.turns[0].prompt_ids)], plain.prompt((history[0],), TOOLS))
+
+
 def test_limits_refuse_the_call_and_name_the_breach(renderer):
     s = session(renderer, max_turns=1)
     call(s, renderer, [USER])
-    with pytest.raises(TurnLimit):
+    with pytest.raises(LimitReached):
         s.plan((USER,), TOOLS)
     assert s.breach is Outcome.TURN_LIMIT
     s = session(renderer, context_tokens=10)
@@ -307,7 +418,7 @@ def _step(s, renderer, history, action, words, histories):
         before = np.concatenate([parent.prompt_ids, parent.generation.output_ids])
         assert np.array_equal(plan.prompt_ids[: len(before)], before)
     if action == "cancel":
-        s.cancel(plan, sampling=SAMPLING)
+        s.abandon(plan, CANCELLED, sampling=SAMPLING)
         return
     cut = action == "cut"
     output = ids(renderer, words if cut else words + "<|im_end|>")

@@ -7,7 +7,7 @@ import pytest
 from lego.engine.answer import check_experts
 from lego.engine.scripted import ScriptedEngine
 from lego.errors import EngineError
-from lego.records import Sampling, VersionSpan
+from lego.records import Floats, Ids, Sampling, VersionSpan
 
 PROMPT = np.array([1, 2, 3, 4, 5], np.int32)
 
@@ -56,9 +56,33 @@ async def test_an_update_labels_later_answers():
     assert got.versions == (VersionSpan(version=4, start=0, stop=1),) and got.routing is None
 
 
-async def test_a_cancelled_call_is_recorded():
-    engine = ScriptedEngine(lambda _: [1], seconds=30)
+async def test_progress_is_told_in_chunks_of_the_given_sizes_over_and_over():
+    told: list[tuple[Ids, Floats]] = []
+    engine = ScriptedEngine(lambda _: range(12), chunks=(1, 2, 5))
+    got = await engine.generate(PROMPT, Sampling(max_tokens=11), session="s", progress=lambda *now: told.append(now))
+    assert [len(ids) for ids, _ in told] == [1, 3, 8, 9, 11]
+    for ids, logprobs in told:
+        np.testing.assert_array_equal(ids, got.output_ids[: len(ids)])
+        np.testing.assert_array_equal(logprobs, got.logprobs[: len(ids)])
+
+
+async def test_without_chunks_progress_is_told_the_whole_once():
+    told: list[int] = []
+    await ScriptedEngine(lambda _: [1, 2, 3]).generate(
+        PROMPT, Sampling(), session="s", progress=lambda ids, _: told.append(len(ids))
+    )
+    assert told == [3]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ScriptedEngine(lambda _: [1], seconds=30),
+        ScriptedEngine(lambda _: range(400), chunks=(1,), chunk_seconds=0.05),
+    ],
+)
+async def test_a_cancelled_call_is_recorded_at_once_and_no_others(engine: ScriptedEngine):
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
+        async with asyncio.timeout(0.2):
             await engine.generate(PROMPT, Sampling(), session="s")
-    assert engine.cancelled == engine.calls
+    assert engine.cancelled == engine.calls and len(engine.calls) == 1

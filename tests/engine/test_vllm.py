@@ -3,8 +3,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from lego.engine.vllm import VllmServer, reserve_port
 from lego.engine.vllm_client import VllmEngine
 from lego.errors import EngineError, UsageError
-from lego.records import Generation, Ids, Sampling
+from lego.records import Floats, Generation, Ids, Sampling
 from tests.engine.reference import reference
 from tests.tiny import write_model
 
@@ -135,17 +135,74 @@ async def test_an_answer_under_way_goes_on_with_the_new_weights_and_says_where(
         np.testing.assert_array_equal(np.sort(got.routing[rows], -1), experts[rows])
 
 
-async def test_a_cancelled_call_is_aborted_in_the_engine(vllm_engine: VllmEngine):
-    with stopping_at(vllm_engine, ()), pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5):
-            await vllm_engine.generate(prompt(56), Sampling(max_tokens=3000), session="s")
-    await asyncio.sleep(1)
-    left = await vllm_engine._step("/abort_requests", {})
-    assert left["aborted"] == 0  # sampling all 3000 tokens would have taken longer
+@asynccontextmanager
+async def under_way(engine: VllmEngine, max_tokens: int) -> AsyncIterator[asyncio.Task[Generation]]:
+    """A call whose first token has come."""
+    begun = asyncio.Event()
+    with stopping_at(engine, ()):
+        async with asyncio.TaskGroup() as group:
+            sampling = Sampling(max_tokens=max_tokens)
+            call = engine.generate(prompt(56), sampling, session="s", progress=lambda *_: begun.set())
+            task = group.create_task(call)
+            await begun.wait()
+            yield task
+
+
+async def abort_all(engine: VllmEngine) -> int:
+    """How many requests the engine was at work on."""
+    return (await engine._step("/abort_requests", {}))["aborted"]
+
+
+async def test_a_call_cancelled_between_chunks_is_aborted_in_the_engine_within_a_second(vllm_engine: VllmEngine):
+    async with under_way(vllm_engine, 3900) as call:
+        call.cancel()
+        await asyncio.sleep(1)
+        assert await abort_all(vllm_engine) == 0  # sampling all would have taken longer
+
+
+async def test_an_answer_that_the_engine_aborts_is_an_error_not_a_turn(vllm_engine: VllmEngine):
+    aborted = pytest.RaisesExc(EngineError, match=r"finish_reason 'abort' after \d+ tokens")
+    with pytest.RaisesGroup(aborted):
+        async with under_way(vllm_engine, 3900) as call:
+            assert await abort_all(vllm_engine) == 1
+            await asyncio.wait((call,), timeout=1)
+
+
+async def test_a_new_version_label_aborts_nothing(vllm_engine: VllmEngine):
+    async with under_way(vllm_engine, 300) as call:
+        await vllm_engine.label(8)
+        await vllm_engine.label(0)
+        got = await call
+    assert len(got.output_ids) == 300 and got.versions[0].version == got.versions[-1].version == 0
+
+
+async def test_progress_is_every_token_and_its_logprob_in_order(vllm_engine: VllmEngine, tiny_model: Path):
+    told: list[tuple[Ids, Floats]] = []
+    ids = prompt(59)
+    with stopping_at(vllm_engine, ()):
+        got = await vllm_engine.generate(
+            ids, Sampling(max_tokens=50), session="s", progress=lambda *so_far: told.append(so_far)
+        )
+    assert [len(some) for some, _ in told] == [1, 17, 33, 49, 50]
+    for some, logprobs in told:
+        np.testing.assert_array_equal(some, got.output_ids[: len(some)])
+        np.testing.assert_array_equal(logprobs, got.logprobs[: len(some)])
+    check_against(tiny_model, ids, got)
+
+
+async def test_a_seed_gives_the_same_answer_whether_the_prompt_went_through_in_pieces_or_at_once(
+    vllm_engine: VllmEngine, tiny_model: Path
+):
+    ids = prompt(60, 3000)
+    sampling = Sampling(max_tokens=8, seed=4)
+    in_pieces = await vllm_engine.generate(ids, sampling, session="s")
+    at_once = await vllm_engine.generate(ids, sampling, session="s")  # all but the last block is cached
+    np.testing.assert_array_equal(in_pieces.output_ids, at_once.output_ids)
+    check_against(tiny_model, ids, in_pieces)
 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_the_servers_words(vllm_engine: VllmEngine):
-    with pytest.raises(EngineError, match=r"status 400.*4096"):
+    with pytest.raises(EngineError, match=r"maximum model length of 4096"):
         await vllm_engine.generate(prompt(57, 4097), Sampling(max_tokens=5), session="s")
 
 

@@ -1,8 +1,10 @@
 """The client against a server that only pretends: orders, refusals and broken connections a real one rarely shows."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from lego.engine.folder import ModelFolder
-from lego.engine.vllm_client import VllmEngine, check_weights_file, connect
+from lego.engine.vllm_client import VllmEngine, check_weights_file, connect, events
 from lego.errors import EngineError
-from lego.records import Sampling
+from lego.records import Floats, Ids, Sampling
 
 DENSE = ModelFolder(
     path=Path("m"), stop_ids=(9,), vocab_size=10, experts=0, experts_per_token=0, layers=1, moe_layers=()
@@ -30,12 +32,14 @@ class Pretender:
         self.cache: set[tuple[int, ...]] = set()
         self.version = "0"
         self.answers: dict[str, tuple[int, Any]] = {}
+        self.raw: bytes | None = None
         self.finish = "stop"
         self.refuse_resets = 0
         self.hold = asyncio.Event()
         self.hold.set()
         self.busy = asyncio.Event()
-        self.dropped = asyncio.Event()
+        self.dropped = asyncio.Semaphore(0)
+        self.cut = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path_qs)
@@ -44,7 +48,7 @@ class Pretender:
             return web.json_response(answer, status=status)
         body = await request.json() if request.can_read_body else {}
         if request.path == "/inference/v1/generate":
-            return await self.generate(body)
+            return await self.generate(request, body)
         if request.path == "/finish_weight_update":
             self.version = body["weight_version"]
         if request.path == "/reset_prefix_cache":
@@ -57,23 +61,44 @@ class Pretender:
             self.cache.clear()
         return web.json_response({"success": self.refuse_resets < 0})
 
-    async def generate(self, body: dict[str, Any]) -> web.Response:
-        self.busy.set()
-        try:
-            await self.hold.wait()
-        except asyncio.CancelledError:
-            self.dropped.set()
-            raise
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Token 4 for ever, as the answer is held, then token 9; a chunk each."""
+        if self.raw is not None:
+            return web.Response(body=self.raw)
         prompt = tuple(body["token_ids"])
         cached = len(prompt) if prompt in self.cache else 0
         self.cache.add(prompt)
-        choice = {
-            "token_ids": [4, 9],
-            "finish_reason": self.finish,
-            "logprobs": {"content": [{"token_id": i, "logprob": -1.0 - cached} for i in (4, 9)]},
-            "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
-        }
-        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sent = 0
+        try:
+            while not sent or not self.hold.is_set():
+                await response.write(stream(chunk(4, -1.0 - cached)))
+                sent += 1
+                self.busy.set()
+                if self.cut.is_set() and request.transport is not None:
+                    request.transport.abort()
+                await asyncio.sleep(0 if self.hold.is_set() else 0.05)
+            spans = [{"version": self.version, "start": 0, "end": sent + 1}]
+            last = chunk(9, -1.0 - cached, finish_reason=self.finish, weight_versions=spans)
+            usage = {"choices": [], "usage": {"prompt_tokens": len(prompt)}}
+            await response.write(stream(last, usage) + b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.dropped.release()
+            raise
+        return response
+
+
+def chunk(token: int, logprob: float, **last: Any) -> dict[str, Any]:
+    choice = {"token_ids": [token], "logprobs": {"content": [{"token_id": token, "logprob": logprob}]}}
+    return {
+        "choices": [choice | {"finish_reason": None, "routed_experts": None, "weight_versions": None} | last],
+        "usage": None,
+    }
+
+
+def stream(*chunks: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
 
 
 @asynccontextmanager
@@ -173,11 +198,80 @@ async def failure_of(engine: VllmEngine) -> str:
     return str(caught.value)
 
 
-async def test_an_aborted_answer_is_an_error_though_the_status_is_200():
+@pytest.mark.parametrize("held", [False, True])
+async def test_an_aborted_answer_is_an_error_though_the_status_is_200(held: bool):
     async with pretending() as (pretender, engine):
         pretender.finish = "abort"
-        with pytest.raises(EngineError, match="finish_reason 'abort'"):
+        if held:
+            pretender.hold.clear()
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(failure_of(engine))
+            await pretender.busy.wait()
+            pretender.hold.set()
+        assert "finish_reason 'abort' after" in call.result()
+
+
+async def test_progress_is_told_all_ids_and_logprobs_so_far_and_the_last_time_the_whole():
+    told: list[tuple[Ids, Floats]] = []
+    async with pretending() as (_, engine):
+        got = await engine.generate(
+            PROMPT, Sampling(max_tokens=4), session="s", progress=lambda *so_far: told.append(so_far)
+        )
+    assert [(ids.tolist(), logprobs.tolist()) for ids, logprobs in told] == [([4], [-1.0]), ([4, 9], [-1.0, -1.0])]
+    np.testing.assert_array_equal(told[-1], (got.output_ids, got.logprobs))
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_told_in_the_servers_words():
+    async with pretending(obituary=lambda: "vLLM ended with status 1") as (pretender, engine):
+        error = {"error": {"message": "engine dead", "code": 500}}
+        pretender.raw = stream(chunk(4, -1.0), error)
+        with pytest.raises(EngineError, match=r"engine dead.*500.*; vLLM ended with status 1"):
             await ask(engine)
+
+
+async def test_a_connection_cut_before_the_finish_is_told_with_the_servers_last_words():
+    async with pretending(obituary=lambda: "vLLM ended with status 137") as (pretender, engine):
+        pretender.hold.clear()
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(failure_of(engine))
+            await pretender.busy.wait()
+            pretender.cut.set()
+        assert "ClientPayloadError" in call.result() and "status 137" in call.result()
+
+
+async def test_a_stream_without_an_end_to_its_event_is_refused_at_a_size(monkeypatch):
+    monkeypatch.setattr("lego.engine.vllm_client.MAX_EVENT_BYTES", 1000)
+    async with pretending() as (pretender, engine):
+        pretender.raw = stream(chunk(4, -1.0)) + b"data: " + b"x" * 1001
+        with pytest.raises(EngineError, match="an event of over 1000 bytes"):
+            await ask(engine)
+
+
+async def test_events_are_the_same_however_their_bytes_are_cut():
+    whole = b'data: {"a": 1}\n\ndata: {}\n\ndata: [DONE]\n\n'
+    for size in range(1, len(whole) + 1):
+        pieces = in_turn([whole[i : i + size] for i in range(0, len(whole), size)])
+        assert [bytes(event) async for event in events(pieces)] == [b'{"a": 1}', b"{}"]
+
+
+async def in_turn(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+async def test_logprobs_that_are_not_of_the_distribution_sampled_from_are_refused():
+    async with pretending() as (pretender, engine):
+        pretender.raw = one_token(0.0)
+        await engine.check_logprobs()
+        pretender.raw = one_token(-3.9)
+        with pytest.raises(EngineError, match=r"logprob -3.900 .* --logprobs-mode processed_logprobs"):
+            await engine.check_logprobs()
+
+
+def one_token(logprob: float) -> bytes:
+    spans = [{"version": "0", "start": 0, "end": 1}]
+    usage = {"choices": [], "usage": {"prompt_tokens": 1}}
+    return stream(chunk(4, logprob, finish_reason="length", weight_versions=spans), usage) + b"data: [DONE]\n\n"
 
 
 async def test_a_refused_prompt_is_an_error_with_the_servers_words():
@@ -187,26 +281,38 @@ async def test_a_refused_prompt_is_an_error_with_the_servers_words():
             await ask(engine)
 
 
-async def test_an_answer_that_is_not_json_is_an_error():
+async def test_an_answer_that_is_no_stream_of_json_objects_is_an_error():
     async with pretending() as (pretender, engine):
-        pretender.answers["/inference/v1/generate"] = (200, "text")
-        with pytest.raises(EngineError, match="lacks a field"):
-            await ask(engine)
+        for answer, words in (
+            (b"text", "ended before .DONE.; its last bytes: b'text'"),
+            (b"data: text\n\n", "not JSON"),
+            (b"data: 5\n\n", "JSON int, not an object"),
+            (b"data: {}\n\n", "lacks a field"),
+        ):
+            pretender.raw = answer
+            with pytest.raises(EngineError, match=words):
+                await ask(engine)
 
 
-async def test_cancelling_a_call_closes_its_connection():
+async def test_cancelling_calls_while_tokens_come_closes_their_connections():
     async with pretending() as (pretender, engine):
         pretender.hold.clear()
+        tasks = asyncio.all_tasks()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await ask(engine)
-        async with asyncio.timeout(5):
-            await pretender.dropped.wait()
+            async with asyncio.timeout(0.5), asyncio.TaskGroup() as group:
+                for _ in range(50):
+                    group.create_task(ask(engine))
+        async with asyncio.timeout(1):
+            for _ in range(50):
+                await pretender.dropped.acquire()
+        await asyncio.sleep(0.05)  # the server's own tasks end
+        assert not engine._reading and asyncio.all_tasks() == tasks
 
 
 async def test_a_dead_server_is_told_with_its_last_words():
+    last_words = chain([None] * 12, repeat("vLLM ended with status 137"))  # more than a second late
     async with connect("http://127.0.0.1:1") as http:
-        dead = VllmEngine(http, DENSE, routing=False, obituary=lambda: "vLLM ended with status 137")
+        dead = VllmEngine(http, DENSE, routing=False, obituary=lambda: next(last_words))
         assert not await dead.healthy()
         with pytest.raises(EngineError, match=r"generate: ClientConnectorError.*status 137"):
             await ask(dead)
