@@ -38,6 +38,7 @@ ENGINE_S = 2.0
 BARS_MS = {"chat/completions": 5.0, "responses": 15.0, "messages": 15.0}
 PLAN_SIZES = (1_000, 10_000, 100_000)
 PLAN_BAR = 2.0
+PLAN_TURNS = 20
 SAMPLING = Sampling(max_tokens=1000)
 
 
@@ -166,28 +167,29 @@ def _quantile(values: Sequence[float], share: float) -> float:
 # Planning
 
 
-def planning(renderer: Renderer, context: int, turns: int = 20) -> Planning:
-    """Plans `turns` turns of one conversation whose last has `context` tokens; medians of the last half."""
+def planning(renderer: Renderer, context: int) -> Planning:
+    """Plans turns of one conversation of `context` tokens, each with the same new text; medians."""
     session = Session("bench", renderer, Limits(context_tokens=10**7, max_turns=10**6))
     engine = _engine()
     tools = (Tool("bash", json.dumps({"type": "function", "function": {"name": "bash", "parameters": {}}})),)
-    pieces = _cut("".join(prose(renderer, context)), turns)
-    history, plans, renders = [Message("user", pieces[0])], [], []
-    for piece in pieces[1:]:
+    start, *long = _cut("".join(prose(renderer, context)), PLAN_TURNS)
+    short = [long[0][:200]] * PLAN_TURNS
+    history, plans, renders = [Message("user", start)], [], []
+    for piece in [*long, *short]:
         told = tuple(map(_told_again, history))
-        start = time.perf_counter()
+        began = time.perf_counter()
         plan = session.plan(told, tools)
         planned = time.perf_counter()
-        renderer.render((*told, Message("user", f"{time.monotonic_ns()}")), tools)
-        plans.append(planned - start)
+        renderer.render((*told, Message("user", f"{began}")), tools)
+        plans.append(planned - began)
         renders.append(time.perf_counter() - planned)
         made = asyncio.run(engine.generate(plan.prompt_ids, SAMPLING, session="bench"))
         answer = session.answers[session.add(plan, made, sampling=SAMPLING).index].message
         history += [answer, Message("tool", piece, call_id=answer.calls[0].id)]
     return Planning(
         context=len(plan.prompt_ids),
-        plan_ms=round(1000 * statistics.median(plans[turns // 2 :]), 3),
-        render_ms=round(1000 * statistics.median(renders[turns // 2 :]), 3),
+        plan_ms=round(1000 * statistics.median(plans[len(long) + 1 :]), 3),
+        render_ms=round(1000 * statistics.median(renders[len(long) + 1 :]), 3),
     )
 
 
