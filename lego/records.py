@@ -4,7 +4,7 @@ Axes: P prompt tokens, N output tokens, T tokens of a segment, L MoE layers, K e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal
 
@@ -140,6 +140,13 @@ class Segment:
                 raise ValueError(f"segment of {n} ids but {len(getattr(self, name))} in {name}")
         if self.routing_TLK is not None and len(self.routing_TLK) != n:
             raise ValueError(f"segment of {n} ids but {len(self.routing_TLK)} routing rows")
+
+    def cut(self, length: int) -> "Segment":
+        """The first `length` tokens, in all fields alike; ValueError unless there are so many."""
+        if not 1 <= length <= len(self.ids_T):
+            raise ValueError(f"cut to {length} of {len(self.ids_T)} ids")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Segment(**{name: None if value is None else value[:length] for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
