@@ -1,13 +1,14 @@
 """Trials run some at a time, come back in order, and too many without a verdict stop the run."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lego.errors import GateError
-from lego.records import Outcome
-from lego.rollout.collect import attempts, collect, refuse_unscored, solved_and_asked, tasks_of_step
+from lego.records import Fidelity, Outcome
+from lego.rollout.collect import attempts, collect, refuse_faulty, refuse_unscored, solved_and_asked, tasks_of_step
 from tests.factories import trajectory
 
 TASKS = [SimpleNamespace(id=str(i)) for i in range(5)]
@@ -60,6 +61,17 @@ def test_too_many_trials_without_a_verdict_stop_the_run_with_the_first_cause():
     refuse_unscored([bad, trajectory("t", 0.0)], most=0.5)
     with pytest.raises(GateError, match=r"2 of 3.*sandbox_error"):
         refuse_unscored([bad, bad, trajectory("t", 0.0)], most=0.5)
+
+
+def test_too_many_turns_that_failed_a_cross_check_stop_the_run_with_the_first_cause():
+    good = replace(trajectory("good", 0.0), fidelity=Fidelity(turns=98))
+    bad = replace(trajectory("bad", 0.0), fidelity=Fidelity(turns=2, faults={"logprobs": 1, "versions": 1}))
+    refuse_faulty([good, bad], most=0.02)
+    refuse_faulty([], most=0.0)
+    with pytest.raises(
+        GateError, match=r"2 of 100 turns.*gates.max_faults 0.01.*'versions': 1.*first: bad#0: logprobs"
+    ):
+        refuse_faulty([good, bad], most=0.01)
 
 
 def test_a_solve_rate_leaves_out_what_the_environment_spoiled_and_counts_what_the_agent_spoiled():
