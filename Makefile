@@ -24,7 +24,7 @@ venv: .venv/installed
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@# Without bytecode each start of vLLM takes twice as long; a few files of other packages cannot be compiled.
-	-@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 	@touch $@
 
 demo: venv
@@ -32,7 +32,7 @@ demo: venv
 	$(BIN)/python -m lego.train recipes/demo.py --seed $(SEED)
 
 test: venv
-	$(BIN)/python -m harnesses.fetch codex opencode pi
+	$(BIN)/python -m harnesses.fetch claude codex opencode pi qwen
 	$(BIN)/python -m pytest -q
 
 check: venv

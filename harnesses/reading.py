@@ -33,6 +33,11 @@ def last_line(output: bytes) -> str:
     return lines[-1] if lines else ""
 
 
+def plain(instruction: str) -> bytes:
+    """The instruction for programs that read commands of their own, such as `/help`, at the start of their input."""
+    return f"\n{instruction}".encode() if instruction.startswith("/") else instruction.encode()
+
+
 def milliseconds(seconds: float) -> int:
     """Whole milliseconds, at least one."""
     return max(1, round(seconds * 1000))

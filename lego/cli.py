@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import os
 import runpy
 import sys
@@ -90,7 +91,8 @@ def described(value: object) -> object:
         return {str(key): described(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [described(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    plain = isinstance(value, str | int | bool | None) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
 
 
 def leave(error: BaseException) -> NoReturn:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lego import sabotage
-from lego.capture.session import CANCELLED
+from lego.capture.session import CANCELLED, SIDE_REQUEST
 from lego.engine.base import Engine
 from lego.errors import GateError
 from lego.learn.advantages import group_advantages
@@ -152,7 +152,8 @@ class Loop:
         excluded = sum(sum(t.fidelity.excluded.values()) for t in batch.trajectories)
         if sampled != trained + excluded:
             raise GateError(f"{sampled} tokens sampled, but {trained} trainable and {excluded} excluded")
-        sampled -= sum(t.fidelity.excluded.get(CANCELLED, 0) for t in batch.trajectories)
+        asides = (CANCELLED, SIDE_REQUEST)
+        sampled -= sum(t.fidelity.excluded.get(cause, 0) for t in batch.trajectories for cause in asides)
         least = self.recipe.gates.min_trainable_share
         if sampled and trained < least * sampled:
             causes = [dict(t.fidelity.excluded) for t in batch.trajectories if t.fidelity.excluded]

@@ -37,7 +37,7 @@ class Rollout:
     max_trial_tokens: int | None = None
     """Tokens that one trial may sample in all its calls; None for no limit."""
     keep_sessions: Keep = "odd"
-    """Session files in the run folder: of trials with a failed cross-check, unexplained drift or an error; or all."""
+    """Session files in the run folder: `odd` keeps trials with a failed cross-check, unexplained drift or an error."""
     harness_timeout_s: float = 60.0
     """Wall time of one harness run."""
     staleness: int = 0
@@ -80,7 +80,7 @@ class Gates:
     min_routing_coverage: float = 1.0
     """Share of trainable tokens whose experts were recorded and replayed."""
     min_trainable_share: float = 0.99
-    """Share of sampled tokens that are trainable, those of answers that were cut off by the end of a trial apart."""
+    """Share of sampled tokens that are trainable; side requests and answers that nobody waited for are left out."""
     max_faults: float = 0.01
     """Share of a step's turns that may fail a cross-check of the capture proxy."""
 
@@ -166,6 +166,7 @@ class Recipe:
     def problems(self) -> Iterator[str]:
         """Each thing that cannot be, as `field: value, wanted`; empty when the recipe can run."""
         yield from _ranges(self)
+        yield from _chat_problems(self.chat)
         full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
         if not full:
             yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
@@ -181,6 +182,18 @@ class Recipe:
                 f"trainer.token_budget: {self.trainer.token_budget}, "
                 f"wanted at least engine.max_model_len {self.engine.max_model_len}"
             )
+
+
+def _chat_problems(chat: Chat) -> Iterator[str]:
+    if chat.family is None:
+        return
+    # Here, so that a recipe that names no family loads no renderer.
+    from lego.chat.families import FAMILIES
+
+    if chat.family not in FAMILIES:
+        yield f"chat.family: {chat.family!r}, wanted one of {', '.join(FAMILIES)}"
+    elif FAMILIES[chat.family].always_thinks and not chat.thinking:
+        yield f"chat.thinking: False, but {chat.family} always thinks"
 
 
 def _ranges(recipe: Recipe) -> Iterator[str]:
@@ -222,8 +235,17 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         yield f"sampling.temperature: {sampling.temperature}, wanted {MAX_TEMPERATURE} or less (vLLM)"
     if not 0 <= rollout.max_unscored <= 1:
         yield f"rollout.max_unscored: {rollout.max_unscored}, wanted 0 to 1"
-    if not 0 <= recipe.gates.max_faults <= 1:
-        yield f"gates.max_faults: {recipe.gates.max_faults}, wanted 0 to 1"
+    gates = recipe.gates
+    for name, value in {
+        "gates.min_pearson": gates.min_pearson,
+        "gates.min_routing_coverage": gates.min_routing_coverage,
+        "gates.min_trainable_share": gates.min_trainable_share,
+        "gates.max_faults": gates.max_faults,
+    }.items():
+        if not 0 <= value <= 1:
+            yield f"{name}: {value}, wanted 0 to 1"
+    if not 0 <= gates.max_k3 < math.inf:
+        yield f"gates.max_k3: {gates.max_k3}, wanted 0 or more and finite"
     if not 0 <= recipe.engine.port <= 65535:
         yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:

@@ -4,7 +4,7 @@ Axes: P prompt tokens, N output tokens, T tokens of a segment, L MoE layers, K e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -145,8 +145,14 @@ class Segment:
         """The first `length` tokens, in all fields alike; ValueError unless there are so many."""
         if not 1 <= length <= len(self.ids_T):
             raise ValueError(f"cut to {length} of {len(self.ids_T)} ids")
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Segment(**{name: None if value is None else value[:length] for name, value in values.items()})
+        return Segment(
+            ids_T=self.ids_T[:length],
+            mask_T=self.mask_T[:length],
+            logprobs_T=self.logprobs_T[:length],
+            versions_T=self.versions_T[:length],
+            routing_TLK=None if self.routing_TLK is None else self.routing_TLK[:length],
+            routed_T=self.routed_T[:length],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from lego.cli import guarded
 from lego.errors import UsageError
 
 
-def replay(file: Path, model: Path | None) -> tuple[list[str], list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class Renders:
+    """What is to render, in place of what a session was recorded with."""
+
+    model: Path | None
+    family: str | None
+
+
+def replay(file: Path, by: Renders) -> tuple[list[str], list[str]]:
     """What came out differently, and the audit of the session as it is now. Raises UsageError."""
     # Imported late, so that --help and a wrong flag answer at once.
     from lego.capture.again import again, differences
@@ -22,7 +31,11 @@ def replay(file: Path, model: Path | None) -> tuple[list[str], list[str]]:
     from lego.chat.template import difference
 
     recording = read(file)
-    renderer = Renderer.load(model or Path(recording.model), name=recording.family, thinking=recording.thinking)
+    model = by.model or Path(recording.model)
+    if not model.is_dir():
+        raise UsageError(f"{file}: its model folder {model} is gone; name another by --model")
+    family = by.family or (recording.family if by.model is None else None)
+    renderer = Renderer.load(model, name=family, thinking=recording.thinking)
     try:
         session = asyncio.run(again(recording, renderer))
     except BadMessage as error:
@@ -31,21 +44,32 @@ def replay(file: Path, model: Path | None) -> tuple[list[str], list[str]]:
     return found, list(audit(session, partial(difference, renderer, renderer.folder)).lines())
 
 
+def told(file: Path, by: Renders) -> int:
+    """Prints the verdict on one file; 1 if it came out differently, 2 if it cannot be replayed."""
+    try:
+        found, audited = replay(file, by)
+    except UsageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    verdict = "the same tree" if not found else f"{len(found)} difference{'s' if len(found) > 1 else ''}"
+    sys.stdout.write("\n  ".join([f"{file}: {verdict}", *found, *audited]) + "\n")
+    return int(bool(found))
+
+
 def main(argv: Sequence[str]) -> int:
-    """Prints one verdict a file and its audit; 1 if any came out differently."""
+    """Prints a verdict and an audit for each file; the worst of their statuses."""
     parser = argparse.ArgumentParser(
         prog="python -m lego.replay", description="Rebuilds recorded sessions and compares them token for token."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="session file (.npz) of a run's sessions/")
     parser.add_argument("--model", type=Path, help="model folder to render with (default: the one recorded)")
+    parser.add_argument("--family", help="renderer by name (default: the one recorded, or the named model's own)")
     options = parser.parse_args(argv)
-    status = 0
-    for file in options.files:
-        found, audited = replay(file, options.model)
-        lines = [f"{file}: {'the same tree' if not found else f'{len(found)} differences'}", *found, *audited]
-        sys.stdout.write("\n  ".join(lines) + "\n")
-        status = max(status, int(bool(found)))
-    return status
+    statuses = [told(file, Renders(model=options.model, family=options.family)) for file in options.files]
+    if len(statuses) > 1:
+        same, different, unread = (statuses.count(status) for status in (0, 1, 2))
+        sys.stdout.write(f"{same} the same, {different} different, {unread} not replayed\n")
+    return max(statuses)
 
 
 if __name__ == "__main__":

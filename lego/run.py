@@ -14,7 +14,7 @@ from pathlib import Path
 from lego.capture.server import Proxy
 from lego.capture.session import Limits as SessionLimits
 from lego.chat.render import Renderer
-from lego.cli import described
+from lego.cli import described, first_expected
 from lego.engine.base import Engine
 from lego.engine.folder import read_model_folder
 from lego.errors import UsageError
@@ -55,6 +55,10 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
     with open_run(folder) as store, _log_file(folder / "run.log"), open_view(title) as view, shared_folder() as shared:
         store.document("recipe.json", described(recipe))
         log.info("boxes here: %s", ready.capabilities)
+        template = ready.renderer.append_only()
+        if template is not None:
+            log.warning("the policy's chat template is not append-only; sampled turns stay as sampled: %s", template)
+            store.event("template", difference=template)
         memory = PeakMemory()
         out = Outputs(store=store, view=view, account=Account(memory))
         try:
@@ -62,6 +66,10 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
                 watching = group.create_task(memory.watch())
                 await _opened(recipe, ready, folder, out, shared)
                 watching.cancel()
+        except BaseException as error:
+            out.account.stopped = str(first_expected(error) or repr(error))
+            store.event("stopped", cause=out.account.stopped)
+            raise
         finally:
             store.document("summary.json", out.account.summary())
     _report(view, folder, out.account)

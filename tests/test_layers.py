@@ -10,6 +10,8 @@ MODULES = sorted(p for package in ("sandbox", "harnesses", "lego") for p in (ROO
 ONE_FILE = {
     "litellm": {"lego/capture/dialects.py"},
     "renderers": {"lego/chat/render.py"},
+    "jinja2": {"lego/chat/template.py"},
+    "tokenizers": {"lego/chat/vocabulary.py"},
     "zmq": {"lego/learn/wire.py", "lego/learn/client.py", "lego/learn/worker.py"},
     "rich": {"lego/observe/terminal.py"},
     "tensorboard": {"lego/observe/tensorboard.py"},

@@ -6,8 +6,9 @@ import numpy as np
 
 from lego.capture import dialects
 from lego.capture.journal import Event, Origin, Step
-from lego.capture.recording import Recording
+from lego.capture.recording import Recording, trained
 from lego.capture.session import CANCELLED, LimitReached, Plan, Renders, Session
+from lego.capture.tape import common
 from lego.capture.wire import Dialect
 from lego.chat.messages import BadMessage
 from lego.records import Ids, Turn
@@ -53,6 +54,10 @@ def differences(recording: Recording, session: Session, decode: Callable[[Ids], 
     """One line for each thing that came out differently; none if the tree is the same."""
     if len(recording.turns) != len(session.turns):
         yield f"{len(recording.turns)} turns recorded, {len(session.turns)} now"
+    for call in sorted(session.journal.refusals.keys() & set(recording.calls)):
+        yield f"call {call} is refused now: {session.journal.refusals[call]}"
+    if recording.trained != trained(session):
+        yield f"trainable tokens of the segments were {list(recording.trained)}, are {list(trained(session))}"
     for before, now in zip(recording.turns, session.turns, strict=False):
         for name in ("parent", "drift", "rejected"):
             if getattr(before, name) != getattr(now, name):
@@ -63,9 +68,7 @@ def differences(recording: Recording, session: Session, decode: Callable[[Ids], 
 
 def first_difference(before: Ids, now: Ids, decode: Callable[[Ids], str]) -> str:
     """The first token that differs between two prompts, with what is around it."""
-    n = min(len(before), len(now))
-    unlike = np.flatnonzero(before[:n] != now[:n])
-    at = int(unlike[0]) if len(unlike) else n
+    at = common(before, now)
     pieces = (now[max(0, at - CONTEXT) : at], before[at : at + CONTEXT], now[at : at + CONTEXT])
     same, old, new = map(decode, pieces)
     ids = [int(side[at]) if at < len(side) else None for side in (before, now)]

@@ -1,11 +1,12 @@
 """What capture cost and kept of one session, in numbers that people can check. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lego.capture.session import Session
+from lego.capture.tape import common
 from lego.chat.messages import Message, Tool
 from lego.records import Fidelity, Ids, Turn
 
@@ -32,7 +33,8 @@ class Audit:
         yield f"{f.sampled} tokens sampled, {share} trainable; excluded {_counts(f.excluded)}"
         resent = f"{self.resent_tokens / self.prompt_tokens:.1%}" if self.prompt_tokens else "none"
         yield f"{self.prompt_tokens} prompt tokens in all calls, {resent} of them re-sent context"
-        yield from self.differences or ("every conversation is what the model's own template makes of it",)
+        if f.turns:
+            yield from self.differences or ("every conversation reads as the model's own chat template would tell it",)
 
 
 def audit(session: Session, difference: Difference) -> Audit:
@@ -48,14 +50,11 @@ def audit(session: Session, difference: Difference) -> Audit:
 
 def _resent(turn: Turn, earlier: Sequence[Turn]) -> int:
     """The longest beginning of this prompt that an earlier turn's prompt and answer share."""
-    return max((_common(turn.prompt_ids, before) for before in earlier), default=0)
+    return max((common(turn.prompt_ids, _whole(before)) for before in earlier), default=0)
 
 
-def _common(ids: Ids, before: Turn) -> int:
-    told = np.concatenate([before.prompt_ids, before.generation.output_ids])
-    n = min(len(ids), len(told))
-    unlike = np.flatnonzero(ids[:n] != told[:n])
-    return int(unlike[0]) if len(unlike) else n
+def _whole(turn: Turn) -> Ids:
+    return np.concatenate([turn.prompt_ids, turn.generation.output_ids])
 
 
 def _differences(session: Session, difference: Difference) -> Iterator[str]:
@@ -65,12 +64,10 @@ def _differences(session: Session, difference: Difference) -> Iterator[str]:
         if turn.index in inner or answer is None:
             continue
         history = session.plan_of(turn.index).history
-        ids = np.concatenate([turn.prompt_ids, turn.generation.output_ids])
-        found = difference((*history.messages, answer.message), history.tools, ids)
+        found = difference((*history.messages, answer.message), history.tools, _whole(turn))
         if found is not None:
-            yield f"turn {turn.index}: {found}"
+            yield f"not as the model's own chat template tells it whole: turn {turn.index}: {found}"
 
 
-def _counts(counts: object) -> str:
-    assert isinstance(counts, dict)
+def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n}" for name, n in sorted(counts.items())) or "none"

@@ -4,12 +4,11 @@ LiteLLM has no part in them: it has no slot for our ids and signatures, loses de
 of every answer in one cache for all.
 """
 
-import json
 import time
 from typing import Any
 
 from lego.capture.offers import Offer, offers
-from lego.capture.wire import Body, Dialect, Reply, fault_of, model_of
+from lego.capture.wire import Body, Dialect, Reply, model_of, object_of
 from lego.chat.messages import ToolCall
 
 
@@ -117,7 +116,7 @@ def _call_item(reply_id: str, index: int, call: ToolCall, offer: Offer) -> dict[
     if not offer.custom:
         item_id = _item_id("fc", reply_id, index)
         return {"type": "function_call", "id": item_id, **common, "arguments": call.arguments}
-    match _object(call.arguments):
+    match object_of(call.arguments):
         case {"input": str(text), **rest} if not rest:
             prefix = "ctc"
         case _:
@@ -163,16 +162,8 @@ def text_blocks(reply_id: str, reasoning: str, text: str) -> list[dict[str, Any]
 
 def _input(arguments: str) -> dict[str, Any]:
     """The arguments as an object; what is none is handed over raw, so that the harness can refuse it."""
-    found = _object(arguments)
+    found = object_of(arguments)
     return {"raw_arguments": arguments} if found is None else found
-
-
-def _object(arguments: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(arguments or "{}", parse_constant=float)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and fault_of(found) is None else None
 
 
 _ANSWERS = {

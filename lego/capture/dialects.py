@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from lego.capture.bodies import answer_body
-from lego.capture.offers import offers
+from lego.capture.offers import Offer, offers
 from lego.capture.wire import Body, Dialect, Reply, Request, fault_of, name_of, objects
 from lego.chat.messages import (
     ROLES,
@@ -55,10 +55,7 @@ _VENDOR_ITEMS = frozenset(
     | {"shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "mcp_list_tools"}
     | {"mcp_approval_request", "mcp_approval_response"}
 )
-
-
 _SEALED = re.compile(r"(rs_[0-9a-f]+):(.*)", re.DOTALL)
-
 
 Sample = Callable[[Request], Awaitable[Reply]]
 
@@ -248,8 +245,8 @@ def _freeform_arguments(item: Body) -> str:
 
 
 def _offered_name(item: Body, where: str) -> str:
-    name, namespace = name_of(item, where), item.get("namespace")
-    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+    namespace = item.get("namespace")
+    return Offer(name_of(item, where), namespace if isinstance(namespace, str) else "").offered
 
 
 async def _messages_history(body: Body) -> tuple[Message, ...]:

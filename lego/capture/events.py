@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lego.capture.bodies import messages_head, responses_head, text_blocks, text_items
-from lego.capture.wire import Dialect, model_of
-
-Body = Mapping[str, Any]
+from lego.capture.wire import Body, Dialect, model_of
 
 
 class Stream(Protocol):
@@ -31,8 +29,8 @@ class Stream(Protocol):
     def failure(self, error: Body) -> bytes: ...
 
 
-def stream_of(dialect: Dialect, reply_id: str, request: Body, prompt_tokens: int = 0, cached_tokens: int = 0) -> Stream:
-    """The stream of one call. Messages tells its tokens first; unknown there, they are right in its last event."""
+def stream_of(dialect: Dialect, reply_id: str, request: Body, prompt_tokens: int, cached_tokens: int) -> Stream:
+    """The stream of one call. Messages tells the prompt's tokens first."""
     match dialect:
         case Dialect.CHAT:
             return ChatStream(reply_id, request)

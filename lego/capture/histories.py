@@ -16,6 +16,8 @@ class History:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     chain: tuple[Key, ...]
+    known: int = 0
+    """How many of the messages a history before began with."""
 
 
 class Histories:

@@ -49,6 +49,8 @@ class Journal:
     def __init__(self) -> None:
         self.origins: list[Origin] = []
         self.events: list[Event] = []
+        self.refusals: dict[int, str] = {}
+        """Calls that were refused when they were to be planned, and why."""
 
     def asked(self, origin: Origin) -> int:
         """Takes a call in; returns its number."""

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from hashlib import blake2b
 
+from lego.capture.wire import object_of
 from lego.chat.messages import Message, Tool, ToolCall
 
 Key = bytes
@@ -38,14 +38,16 @@ def content_key(message: Message) -> tuple[str, ...]:
 def canonical(arguments: str) -> str:
     """JSON arguments by value, numbers as JavaScript reads them; text that is no JSON stays as it is."""
     try:
-        return json.dumps(_value(json.loads(arguments or "{}", parse_constant=_refuse)), sort_keys=True)
+        return _text(json.loads(arguments or "{}", parse_constant=_refuse))
     except (ValueError, RecursionError):
         return "not JSON: " + arguments
 
 
 def same_answer(answer: Message, told: Message, schemas: Mapping[str, Mapping]) -> bool:
-    """Whether `told`, which carries the answer's call ids, is still that answer. Ignores reasoning."""
-    if answer.text.strip() != told.text.strip() or len(answer.calls) != len(told.calls):
+    """Whether `told`, which carries the answer's ids, is still that answer."""
+    if (answer.text.strip(), answer.reasoning.strip()) != (told.text.strip(), told.reasoning.strip()):
+        return False
+    if len(answer.calls) != len(told.calls):
         return False
     return all(_same_call(a, b, schemas) for a, b in zip(answer.calls, told.calls, strict=True))
 
@@ -56,38 +58,23 @@ def _same_call(sampled: ToolCall, told: ToolCall, schemas: Mapping[str, Mapping]
     """
     if sampled.id != told.id:
         return False
-    values, found = _object(sampled.arguments), _object(told.arguments)
-    if values is None or sampled.name not in schemas or told.name not in schemas:
+    values, found = object_of(sampled.arguments), object_of(told.arguments)
+    if values is None:
         return True
-    if sampled.name != told.name or found is None:
+    if sampled.name != told.name:
+        return sampled.name not in schemas or told.name not in schemas
+    if found is None:
         return False
-    defaults = _defaults(schemas[sampled.name])
+    defaults = _defaults(schemas.get(sampled.name, {}))
     added = {k for k in found if k not in values}
     kept = {k: v for k, v in found.items() if k not in added}
     return _text(kept) == _text(values) and all(k in defaults and _text(found[k]) == _text(defaults[k]) for k in added)
-
-
-@lru_cache(maxsize=64)
-def schemas_of(tools: tuple[Tool, ...]) -> Mapping[str, Mapping]:
-    """Parameter schemas by tool name."""
-    functions = {tool.name: json.loads(tool.spec)["function"] for tool in tools}
-    return {name: f.get("parameters") if isinstance(f.get("parameters"), dict) else {} for name, f in functions.items()}
 
 
 def _defaults(schema: Mapping) -> dict[str, object]:
     properties = schema.get("properties")
     fields = properties.items() if isinstance(properties, dict) else ()
     return {k: field["default"] for k, field in fields if isinstance(field, dict) and "default" in field}
-
-
-def _object(arguments: str) -> dict[str, object] | None:
-    """Arguments that any JSON reader takes for an object: none with a number beyond a double."""
-    try:
-        found = json.loads(arguments or "{}", parse_constant=_refuse)
-        json.dumps(found, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _text(value: object) -> str:

@@ -21,6 +21,9 @@ from lego.errors import UsageError
 from lego.records import Drift, Generation, Ids, Sampling, Turn, VersionSpan
 
 FORMAT = 1
+# What numpy, zipfile and json raise for a file that is not ours, or not any more.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, EOFError, ArithmeticError, MemoryError, RuntimeError)
+_UNREADABLE += (zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Recording:
     events: tuple[Event, ...]
     turns: tuple[Turn, ...]
     calls: tuple[int, ...]
+    trained: tuple[int, ...]
+    """Trainable tokens of each segment."""
 
 
 def record(session: Session, renderer: Renderer) -> Recording:
@@ -51,7 +56,13 @@ def record(session: Session, renderer: Renderer) -> Recording:
         events=tuple(session.journal.events),
         turns=session.turns,
         calls=tuple(session.plan_of(turn.index).call for turn in session.turns),
+        trained=trained(session),
     )
+
+
+def trained(session: Session) -> tuple[int, ...]:
+    """Trainable tokens of each segment."""
+    return tuple(int(segment.mask_T.sum()) for segment in session.segments())
 
 
 def write(recording: Recording, path: Path, *, routing: bool = False) -> None:
@@ -68,11 +79,12 @@ def write(recording: Recording, path: Path, *, routing: bool = False) -> None:
         "events": [[event.step.value, event.call] for event in recording.events],
         "origins": [_origin_text(origin, pool) for origin in recording.origins],
         "turns": [_turn_text(turn, call) for turn, call in zip(turns, recording.calls, strict=True)],
+        "trained": list(recording.trained),
         "pool": pool.items,
     }
     arrays = {
         "text": np.frombuffer(json.dumps(text).encode(), np.uint8),
-        "prompt_ids": _joined([turn.prompt_ids[_told_before(turns, turn) :] for turn in turns], np.int32),
+        "prompt_ids": _joined([turn.prompt_ids[len(_before(turns, turn.parent)) :] for turn in turns], np.int32),
         "output_ids": _joined([turn.generation.output_ids for turn in turns], np.int32),
         "logprobs": _joined([turn.generation.logprobs for turn in turns], np.float32),
     }
@@ -95,8 +107,8 @@ def read(path: Path) -> Recording:
             return _recording({name: file[name] for name in file.files})
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(f"{path} is no session file of format {FORMAT}: {error!r}") from error
+    except _UNREADABLE as error:
+        raise UsageError(f"{path} is no session file of format {FORMAT}") from error
 
 
 def _recording(arrays: Mapping[str, Any]) -> Recording:
@@ -104,6 +116,11 @@ def _recording(arrays: Mapping[str, Any]) -> Recording:
     if text["format"] != FORMAT:
         raise ValueError(f"format {text['format']}")
     limits = Limits(**text["limits"])
+    for name, kind in {"prompt_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32}.items():
+        if arrays[name].dtype != kind or arrays[name].ndim != 1:
+            raise ValueError(f"{name} of {arrays[name].dtype}")
+    events = tuple(Event(step=Step(step), call=call) for step, call in text["events"])
+    _check_order(events, {turn["call"] for turn in text["turns"]}, len(text["origins"]))
     return Recording(
         uid=text["uid"],
         model=text["model"],
@@ -111,10 +128,20 @@ def _recording(arrays: Mapping[str, Any]) -> Recording:
         thinking=text["thinking"],
         limits=limits if "routing" in arrays else replace(limits, experts=None),
         origins=tuple(_origin(origin, text["pool"]) for origin in text["origins"]),
-        events=tuple(Event(step=Step(step), call=call) for step, call in text["events"]),
+        events=events,
         turns=tuple(_turns(text["turns"], arrays, [origin["asked"] for origin in text["origins"]])),
         calls=tuple(turn["call"] for turn in text["turns"]),
+        trained=tuple(text["trained"]),
     )
+
+
+def _check_order(events: Sequence[Event], settled: set[int], calls: int) -> None:
+    """Each call is planned, then settled once if it became a turn, then lost at most."""
+    planned = [event.call for event in events if event.step is Step.PLAN]
+    ended = [event.call for event in events if event.step in (Step.ADD, Step.ABANDON)]
+    lost = [event.call for event in events if event.step is Step.LOST]
+    if planned != list(range(calls)) or sorted(ended) != sorted(settled) or not settled.issuperset(lost):
+        raise ValueError("events that cannot be")
 
 
 # Requests
@@ -246,10 +273,6 @@ def _before(turns: Sequence[Turn], parent: int | None) -> Ids:
     if parent is None:
         return np.zeros(0, np.int32)
     return np.concatenate([turns[parent].prompt_ids, turns[parent].generation.output_ids])
-
-
-def _told_before(turns: Sequence[Turn], turn: Turn) -> int:
-    return len(_before(turns, turn.parent))
 
 
 def _joined(pieces: Sequence[Any], kind: Any) -> Any:

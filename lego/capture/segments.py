@@ -89,7 +89,7 @@ def _segment(path: Sequence[Turn], mine: Sequence[Turn]) -> Segment:
 def _merged_routing(path: Sequence[Turn], length: int) -> tuple[Routing | None, Mask]:
     """Rows of all turns of a path, the first capture of each row; the row of the last token stays empty."""
     routed = np.zeros(length, np.bool_)
-    captures = [(t.generation.routing_start, t.generation.routing) for t in path if not _distrusted(t)]
+    captures = [(t.generation.routing_start, t.generation.routing) for t in path if t.rejected not in FAULTS]
     found = [(start, rows) for start, rows in captures if rows is not None]
     if not found:
         return None, routed
@@ -99,7 +99,3 @@ def _merged_routing(path: Sequence[Turn], length: int) -> tuple[Routing | None, 
         np.copyto(merged[span], rows, where=~routed[span, None, None])
         routed[span] = True
     return merged, routed
-
-
-def _distrusted(turn: Turn) -> bool:
-    return turn.rejected is not None and turn.rejected != "undelivered"

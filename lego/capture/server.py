@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,7 @@ class Handle:
     @asynccontextmanager
     async def serve(self, listener: socket.socket) -> AsyncIterator[None]:
         """Answers for this trial on a listening socket, whatever path or key a request has."""
-
-        async def answer(request: web.BaseRequest) -> web.StreamResponse:
-            return await _answer(self, request)
-
-        async with _serving(answer) as runner:
+        async with _serving(partial(_answer, self)) as runner:
             await web.SockSite(runner, listener).start()
             yield
 
@@ -104,6 +101,8 @@ class Proxy:
 
         Raises on leaving what went wrong in the proxy itself.
         """
+        if not self.url:
+            raise RuntimeError("the proxy is not open: use `async with proxy.open()` around its sessions")
         secret, key = secrets.token_hex(16), f"sk-{secrets.token_hex(16)}"
         session = Session(secrets.token_hex(6), self.renderer, self.limits)
         handle = Handle(name, f"{self.url}/t/{secret}", key, session, self)
@@ -118,10 +117,11 @@ class Proxy:
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         parts = request.path.split("/", 3)
-        by_path = self._secrets.get(parts[2]) if parts[1] == "t" and len(parts) == 4 else None
+        trial = len(parts) == 4 and parts[1] == "t"
+        by_path = self._secrets.get(parts[2]) if trial else None
         handle = by_path or self._keys.get(_api_key(request))
         if handle is None:
-            refused = Refused(404, "unknown or closed trial") if parts[1] == "t" else Refused(401, "unknown API key")
+            refused = Refused(404, "unknown or closed trial") if trial else Refused(401, "unknown API key")
             return _plain(error_body(refused, _dialect_of(request) or Dialect.CHAT), refused.status)
         return await _answer(handle, request)
 
@@ -161,11 +161,13 @@ async def _answer(handle: Handle, request: web.BaseRequest) -> web.StreamRespons
 async def _route(handle: Handle, request: web.BaseRequest) -> web.StreamResponse:
     path = request.path.rstrip("/")
     if request.method in ("GET", "HEAD"):
-        return _plain(_models(handle.proxy.model), 200) if path.endswith("/models") else _plain({}, 404)
-    counting = path.endswith("/messages/count_tokens")
-    dialect = Dialect.MESSAGES if counting else _dialect_of(request)
+        return _described(handle.proxy.model, path)
+    counting = path.endswith("/count_tokens")
+    dialect = _dialect_of(request)
     if dialect is None:
         return _plain(error_body(Refused(404, f"no such endpoint: {request.path}"), Dialect.CHAT), 404)
+    if request.method != "POST":
+        return _plain(error_body(Refused(405, f"{request.method}: POST is wanted"), dialect), 405)
     try:
         body = await _read(request)
         if counting:
@@ -261,7 +263,7 @@ class _Call:
     def _so_far(self, events: Stream) -> bytes:
         """The text that is certain by now."""
         assert self.plan is not None
-        told = self.handle.proxy.renderer.partial(self.sampled.ids, self.plan.prompt_ids, self.plan.history.tools)
+        told = self.handle.proxy.renderer.partial(self.sampled.ids, self.plan.prompt_ids)
         return events.progress(told.reasoning, told.content)
 
     def _last_events(self, events: Stream, answer: Mapping[str, Any] | Told) -> bytes:
@@ -360,8 +362,13 @@ async def _count(handle: Handle, body: Mapping[str, Any]) -> int:
 
 
 async def _read(request: web.BaseRequest) -> dict[str, Any]:
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
     try:
         body = json.loads(await request.read())
+    except (web.RequestPayloadError, web.PayloadAccessError) as error:
+        raise Refused(400, f"the body cannot be read: {error}") from error
     except HTTPRequestEntityTooLarge as error:
         raise Refused(413, f"request body over {MAX_BODY_BYTES} bytes") from error
     except (ValueError, RecursionError) as error:
@@ -373,7 +380,7 @@ async def _read(request: web.BaseRequest) -> dict[str, Any]:
 
 def _dialect_of(request: web.BaseRequest) -> Dialect | None:
     path = request.path.rstrip("/")
-    if path.endswith("/count_tokens"):
+    if path.endswith("/messages/count_tokens"):
         return Dialect.MESSAGES
     return next((d for d in Dialect if path.endswith(f"/{d}")), None)
 
@@ -391,9 +398,14 @@ def _hint(headers: Mapping[str, str]) -> Drift:
     return Drift.SUBAGENT if any(label in headers for label in labels) else Drift.NONE
 
 
-def _models(name: str) -> dict[str, Any]:
+def _described(name: str, path: str) -> web.Response:
+    """The list of models, or the model that the path names."""
     model = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "lego", "created": 0}
-    return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+    if path.endswith("/models"):
+        return _plain({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}, 200)
+    if path.endswith(f"/models/{name}"):
+        return _plain(model, 200)
+    return _plain(error_body(Refused(404, f"no such endpoint: {path}"), Dialect.CHAT), 404)
 
 
 def _plain(body: Mapping[str, Any], status: int) -> web.Response:

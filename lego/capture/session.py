@@ -14,7 +14,8 @@ from lego.capture.journal import NOWHERE, Journal, Origin, Step
 from lego.capture.keys import Key
 from lego.capture.segments import account, segments_of
 from lego.capture.tape import Tape
-from lego.chat.messages import Message, Tool, ToolCall
+from lego.chat.calls import schemas_of
+from lego.chat.messages import BadMessage, Message, Tool, ToolCall
 from lego.chat.render import Parsed, Partial
 from lego.errors import EngineError
 from lego.records import Drift, Fidelity, Floats, Generation, Ids, Outcome, Sampling, Segment, Turn
@@ -30,6 +31,10 @@ UNFINISHED = frozenset({CANCELLED, ENGINE_ERROR})
 """Turns that never became an answer."""
 
 
+MOST_CHARACTERS = 32
+"""Of a token, on average over a prompt that is too long anyway."""
+
+
 class Renders(Protocol):
     """What a session needs of `lego.chat.render.Renderer`."""
 
@@ -43,7 +48,7 @@ class Renders(Protocol):
         calls: Sequence[ToolCall] = (),
     ) -> Ids | None: ...
     def parse(self, output_ids: Ids, prompt_ids: Ids | None = None, tools: Sequence[Tool] = ()) -> Parsed: ...
-    def partial(self, output_ids: Ids, prompt_ids: Ids | None = None, tools: Sequence[Tool] = ()) -> Partial: ...
+    def partial(self, output_ids: Ids, prompt_ids: Ids | None = None) -> Partial: ...
 
 
 class LimitReached(Exception):
@@ -75,9 +80,15 @@ class Limits:
     max_turns: int = 100
     """Model calls; side requests are counted apart, up to as many again."""
     max_sampled: int | None = None
-    """Tokens sampled in all calls together; None for no limit."""
+    """Tokens sampled in all calls together, as counted when a call is planned; None for no limit."""
     experts: int | None = None
     """Number of experts if routing must be captured; None for a model without."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_tokens", "max_turns", "max_sampled", "experts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value}, wanted 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +107,7 @@ class Plan:
     history: History
     tape: Tape
     aside: bool
-    """Without tools and not known to be a compaction: a side request if other calls have tools."""
+    """Without tools, telling no answer of ours, not known as a compaction: a side request if others have tools."""
 
     @property
     def key(self) -> Key:
@@ -129,8 +140,8 @@ class Session:
         self.uid = uid
         self.limits = limits
         self.closed = False
-        self.breach: Outcome | None = None
-        """The limit that ended the trial, if one did."""
+        self.breach: LimitReached | None = None
+        """The first limit that refused a call, if one did."""
         self.journal = Journal()
         self.answers: dict[int, Answer] = {}
         """What became of turns that are answers, by turn."""
@@ -138,12 +149,18 @@ class Session:
         self._turns: list[Turn] = []
         self._plans: list[Plan] = []
         self._rows: list[int] = []
+        self._routing_shape: tuple[int, ...] | None = None
         self._open: dict[int, Plan] = {}
         self._histories = Histories()
         self._ends: dict[Key, int] = {}
         self._owners: dict[str, int] = {}
         self._planned: set[Key] = set()
         self._systems: set[Key] = set()
+        self._contents: dict[tuple[str, ...], int | None] = {}
+        """Turns by what they say; None for what several say."""
+        self._parents: set[int | None] = set()
+        self._in_history: set[int] = set()
+        """Calls whose answers were told in a history since: these belong to the work, with tools or without."""
         self._had_tools = False
 
     @property
@@ -159,14 +176,16 @@ class Session:
         return f"{self.uid}{call:05x}"
 
     def plan(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], origin: Origin = NOWHERE) -> Plan:
-        """Ids to sample from. Raises SessionClosed, LimitReached."""
+        """Ids to sample from. Raises SessionClosed, LimitReached, BadMessage."""
         if self.closed:
             raise SessionClosed(self.uid)
         call = self.journal.asked(origin)
         try:
             return self._planned_call(call, messages, tools, origin.hint)
-        except LimitReached as reached:
-            self.breach = self.breach or reached.outcome
+        except (LimitReached, BadMessage) as refused:
+            self.journal.refusals[call] = str(refused)
+            if isinstance(refused, LimitReached):
+                self.breach = self.breach or refused
             raise
 
     def cached(self, plan: Plan) -> int:
@@ -183,8 +202,12 @@ class Session:
     def add(self, plan: Plan, generation: Generation, *, sampling: Sampling, seconds: float = 0.0) -> Turn:
         """Records what was sampled for the plan; a turn that fails a cross-check is kept, but untrainable.
 
-        So is one that comes after `close`, when nobody waits for it. Raises EngineError for ids that cannot be read.
+        One that comes after `close`, when nobody waits for it, is abandoned. Raises EngineError for ids that cannot
+        be read.
         """
+        if self.closed:
+            output = (generation.output_ids, generation.logprobs)
+            return self.abandon(plan, CANCELLED, sampling=sampling, output=output, seconds=seconds)
         if generation.output_ids.size and int(generation.output_ids.min()) < 0:
             self.abandon(plan, ENGINE_ERROR, sampling=sampling, seconds=seconds)
             raise EngineError(f"the engine sampled id {int(generation.output_ids.min())}")
@@ -194,11 +217,13 @@ class Session:
             prompt_len=len(plan.prompt_ids),
             routing_start=plan.routing_start,
             experts=self.limits.experts,
+            shape=self._routing_shape,
         )
         if found:
             log.error("turn %d rejected: %s", len(self._turns), found)
-        rejected = found or (CANCELLED if self.closed else None)
-        turn = self._append(Step.ADD, plan, generation, sampling, rejected, seconds)
+        if found is None and generation.routing is not None:
+            self._routing_shape = generation.routing.shape[1:]
+        turn = self._append(Step.ADD, plan, generation, sampling, found, seconds)
         self._answer(plan, turn)
         return turn
 
@@ -248,8 +273,9 @@ class Session:
     # Planning
 
     def _planned_call(self, call: int, messages: tuple[Message, ...], tools: tuple[Tool, ...], hint: Drift) -> Plan:
-        aside = not tools and hint is not Drift.COMPACTION
+        aside = not (tools or hint is Drift.COMPACTION or any(self._told(message) is not None for message in messages))
         self._check_turns(aside and self._had_tools)
+        self._check_size(messages)
         history = self._history(messages, tools)
         extension = self._extension(history)
         parent = extension.parent
@@ -260,7 +286,7 @@ class Session:
             call=call,
             prompt_ids=extension.prompt_ids,
             parent=parent,
-            drift=self._drift(parent, history, hint),
+            drift=self._drift(parent, history, hint, aside),
             routing_start=self._rows[parent] if parent is not None else 0,
             room=room,
             history=history,
@@ -276,8 +302,14 @@ class Session:
         if used >= self.limits.max_turns:
             raise LimitReached(Outcome.TURN_LIMIT, f"{used} model calls, limit {self.limits.max_turns}")
 
+    def _check_size(self, messages: Sequence[Message]) -> None:
+        """Refuses what cannot fit before anybody renders it, which for megabytes takes long."""
+        at_least = sum(len(message.text) for message in messages) // MOST_CHARACTERS
+        if at_least > self.limits.context_tokens:
+            raise ContextExceeded(at_least, self.limits.context_tokens)
+
     def _aside(self, plan: Plan) -> bool:
-        return plan.aside and self._had_tools
+        return plan.aside and self._had_tools and plan.call not in self._in_history
 
     def _room(self, prompt: int) -> int:
         """Tokens left for an answer by the context and by the trial."""
@@ -286,10 +318,10 @@ class Session:
             raise ContextExceeded(prompt, self.limits.context_tokens)
         if self.limits.max_sampled is None:
             return room
-        left = self.limits.max_sampled - sum(len(turn.generation.output_ids) for turn in self._turns)
-        if left <= 0:
-            raise LimitReached(Outcome.TOKEN_LIMIT, f"{self.limits.max_sampled - left} sampled tokens, limit reached")
-        return min(room, left)
+        used = sum(len(turn.generation.output_ids) for turn in self._turns)
+        if used >= self.limits.max_sampled:
+            raise LimitReached(Outcome.TOKEN_LIMIT, f"{used} sampled tokens, limit {self.limits.max_sampled}")
+        return min(room, self.limits.max_sampled - used)
 
     def _history(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> History:
         """The history with the keys of all its beginnings."""
@@ -298,16 +330,16 @@ class Session:
         chain = list(known.chain)
         for message in new:
             chain.append(self._key(chain[-1], message, known.tools))
-        history = History(known.messages + new, known.tools, tuple(chain))
-        self._histories.keep(history)
-        return history
+        return History(known.messages + new, known.tools, tuple(chain), len(known.messages))
 
     def _key(self, before: Key, message: Message, tools: tuple[Tool, ...]) -> Key:
         """The key of a history one message longer; an answer of ours counts as its turn, however it is told."""
         if message.role != "assistant":
-            return keys.digest(before, *keys.content_key(message))
+            # Which of our calls a result answers counts; ids that a harness made itself do not.
+            call = message.call_id if message.call_id in self._owners else ""
+            return keys.digest(before, *keys.content_key(message), call)
         owner = self._owner(message)
-        if owner is not None and self._unchanged(owner, message, tools):
+        if owner is not None and keys.same_answer(self.answers[owner].message, message, schemas_of(tools)):
             key = _turn_key(before, owner)
             if key in self._ends:
                 return key
@@ -321,15 +353,15 @@ class Session:
         owners = {self._owners.get(name) for name in names}
         return owners.pop() if len(owners) == 1 else None
 
+    def _told(self, message: Message) -> int | None:
+        """The turn whose answer this message is, by its ids or else by its content."""
+        owner = self._owner(message)
+        return owner if owner is not None else self._contents.get(keys.content_key(message))
+
     def _root(self, item: str) -> str:
         return item[item.find("_") + 1 :][: len(self.reply_id(0))]
 
-    def _unchanged(self, owner: int, told: Message, tools: tuple[Tool, ...]) -> bool:
-        answer = self.answers[owner].message
-        same_reasoning = answer.reasoning.strip() == told.reasoning.strip()
-        return same_reasoning and keys.same_answer(answer, told, keys.schemas_of(tools))
-
-    def _extension(self, history: History) -> "_Extension":
+    def _extension(self, history: History) -> _Extension:
         """The turn whose prompt and answer this history begins with, and the ids that continue it; else all anew."""
         messages = history.messages
         last = next((i for i in reversed(range(len(messages))) if messages[i].role == "assistant"), None)
@@ -351,13 +383,17 @@ class Session:
 
     def _note(self, plan: Plan) -> None:
         self._open[plan.call] = plan
+        self._histories.keep(plan.history)
+        told = (self._told(message) for message in plan.history.messages[plan.history.known :])
+        self._in_history |= {self._plans[turn].call for turn in told if turn is not None}
+        self._parents.add(plan.parent)
         self._planned.add(plan.key)
         self._systems.add(_system(plan.history))
         self._had_tools |= bool(plan.history.tools)
 
     # Why a call starts a new root
 
-    def _drift(self, parent: int | None, history: History, hint: Drift) -> Drift:
+    def _drift(self, parent: int | None, history: History, hint: Drift, aside: bool) -> Drift:
         if history.chain[-1] in self._planned:
             return Drift.RETRY_TWIN
         if parent is not None:
@@ -366,7 +402,7 @@ class Session:
             return hint
         if not self._planned:
             return Drift.FIRST
-        if self._had_tools and not history.tools:
+        if aside and self._had_tools:
             return Drift.SIDE_REQUEST
         return self._break(history)
 
@@ -376,7 +412,7 @@ class Session:
             return Drift.REASONING_DROPPED
         if self._another_answer(history):
             return Drift.EDITED
-        told = [owner for owner in map(self._owner, history.messages) if owner is not None]
+        told = [owner for owner in map(self._told, history.messages) if owner is not None]
         if told:
             return Drift.EDITED if set(self._calling(told[-1])) <= set(told) else Drift.COMPACTION
         if _system(history) in self._systems:
@@ -440,7 +476,13 @@ class Session:
         )
         self._owners |= dict.fromkeys([reply, *(call.id for call in calls)], turn.index)
         self._ends[_turn_key(plan.key, turn.index)] = turn.index
-        self._ends[keys.digest(plan.key, *keys.content_key(message))] = turn.index
+        content = keys.content_key(message)
+        end = keys.digest(plan.key, *content)
+        # Of twins that say the same, a history told without ids means the one that was gone on from.
+        if self._ends.get(end) not in self._parents - {None}:
+            self._ends[end] = turn.index
+        if any(content[1:]):
+            self._contents[content] = turn.index if content not in self._contents else None
 
 
 def _accepted(turn: Turn, twin: int | None, extended: set[int | None], causes: dict[int, str]) -> int:

@@ -5,6 +5,13 @@ import numpy as np
 from lego.records import Ids
 
 
+def common(a: Ids, b: Ids) -> int:
+    """How many ids both begin with."""
+    n = min(len(a), len(b))
+    unlike = np.flatnonzero(a[:n] != b[:n])
+    return int(unlike[0]) if len(unlike) else n
+
+
 class Tape:
     """A growing array: turns hold views of it, so that a longer prompt costs only what is new."""
 

@@ -1,5 +1,6 @@
 """The three wire formats: their names, what a request and an answer are, and how single fields are read."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,15 @@ def field_of(tool: Body, name: str, kind: type, where: str) -> Any:
     if found is not None and not isinstance(found, kind):
         raise BadMessage(f"{where}.{name}: {type(found).__name__} found")
     return found
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text of arguments spells, if every reader of JSON takes it; blank text is an empty one."""
+    try:
+        found = json.loads(text or "{}", parse_constant=float)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and fault_of(found) is None else None
 
 
 def fault_of(value: object) -> str | None:

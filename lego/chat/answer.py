@@ -7,6 +7,7 @@ start state, drop prose after a call, and say other things of a beginning than o
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,7 +76,7 @@ class Answers:
     """
 
     def __init__(
-        self, vocabulary: Decodes, grammar: Grammar, stops: Sequence[int], start: int | None, tail: int = 64
+        self, vocabulary: Decodes, grammar: Grammar, stops: Sequence[int], start: int | None, tail: int
     ) -> None:
         self._vocabulary = vocabulary
         self._grammar = grammar
@@ -100,22 +101,19 @@ class Answers:
                 calls.append(call)
             elif part.kind in ("text", "call"):
                 texts.append(self._shown(part))
-        reasoning = [lexeme for part in parts if part.kind == "reasoning" for lexeme in part.lexemes]
         truncated = not len(output) or output[-1] not in self._stops
-        tokens = sum(lexeme.tokens for lexeme in reasoning)
+        tokens = sum(lexeme.tokens for part in parts if part.kind == "reasoning" for lexeme in part.lexemes)
         return Parsed(_joined(texts), _reasoning(parts), tuple(calls), bool(truncated), tokens)
 
     def partial(self, output: Ids, prompt: Ids | None) -> Partial:
         """What is certain so far; nothing after the first sign of a call."""
         parts = self._parts(output[: self._vocabulary.settled(output)], prompt, unfinished=True)
-        kinds = "".join(part.kind[0] for part in parts)
-        thought = len(kinds) - len(kinds.lstrip("r"))
-        told = thought + len(kinds[thought:]) - len(kinds[thought:].lstrip("t"))
-        reasoning = _reasoning(parts[:thought])
-        content = _joined([self._shown(part) for part in parts[thought:told]])
+        thoughts = list(takewhile(lambda part: part.kind == "reasoning", parts))
+        texts = takewhile(lambda part: part.kind == "text", parts[len(thoughts) :])
+        content = _joined([self._shown(part) for part in texts])
         if self._grammar.bare and content.startswith("{"):
             content = ""
-        return Partial(_certain(reasoning), _certain(content))
+        return Partial(_certain(_reasoning(thoughts)), _certain(content))
 
     def thinks(self, output: Ids, prompt: Ids | None) -> bool:
         """Whether an answer so far is still inside its think block."""
@@ -160,7 +158,8 @@ class Answers:
         ends, at = [], 0
         for piece in pieces:
             at += len(piece)
-            ends.append(self._tokens(ids, at))
+            # Exact for all that a model does; for marks without end, which would take for ever, by their share.
+            ends.append(self._tokens(ids, at) if len(pieces) < 20 else len(ids) * at // max(len(text), 1))
         sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
         first = Lexeme(marker, pieces[0], sizes[0])
         return [first, *(Lexeme(pieces[i], pieces[i + 1], sizes[i + 1]) for i in range(1, len(pieces), 2))]

@@ -51,10 +51,9 @@ def text_of(lexemes: Sequence[Lexeme]) -> str:
 
 @lru_cache(maxsize=64)
 def schemas_of(tools: tuple[Tool, ...]) -> Schemas:
-    """The parameter schemas of the tools."""
-    functions = {tool.name: json.loads(tool.spec).get("function") for tool in tools}
-    found = {name: f.get("parameters") for name, f in functions.items() if isinstance(f, dict)}
-    return {name: schema for name, schema in found.items() if isinstance(schema, dict)}
+    """The parameter schema of each tool; empty where it has none."""
+    found = {tool.name: json.loads(tool.spec)["function"].get("parameters") for tool in tools}
+    return {name: schema if isinstance(schema, dict) else {} for name, schema in found.items()}
 
 
 def json_call(inside: Sequence[Lexeme], schemas: Schemas) -> ParsedCall | None:

@@ -144,7 +144,9 @@ def grammar_of(source: str) -> Grammar:
 def folder_stops(folder: Path) -> list[int]:
     """The end-of-sequence ids that generation_config.json or config.json names."""
     files = [folder / "generation_config.json", folder / "config.json"]
-    named = [read_json(file).get("eos_token_id") for file in files if file.exists()]
+    configs = [read_json(file) for file in files if file.exists()]
+    configs += [nested for config in configs if isinstance(nested := config.get("text_config"), dict)]
+    named = [config.get("eos_token_id") for config in configs]
     found = next((ids for ids in named if ids is not None), [])
     return list(found) if isinstance(found, list) else [found]
 

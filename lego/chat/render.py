@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from renderers.base import Renderer as LibraryRenderer
 from renderers.base import create_renderer
 from renderers.configs import config_from_name
@@ -26,6 +25,7 @@ from lego.chat.families import (
 )
 from lego.chat.messages import BadMessage, Message, Tool, ToolCall
 from lego.chat.template import (
+    REFUSALS,
     ChatTemplate,
     Raw,
     TemplateVocabulary,
@@ -39,9 +39,9 @@ from lego.errors import UsageError
 from lego.records import Ids
 
 # What the library, harmony and templates raise for messages and tools that they cannot tell.
-_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, TemplateError)
-
-__all__ = ["Parsed", "ParsedCall", "Partial", "Renderer"]
+MOST_CACHED = 200_000
+"""Characters of a conversation whose ids are kept for the other trials of its task."""
+_REFUSALS = (*REFUSALS, ValueError, KeyError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,8 @@ class Renderer:
 
         Raises BadMessage for a conversation that the model's template refuses.
         """
+        if sum(len(message.text) for message in messages) > MOST_CACHED:
+            return self._render(tuple(messages), tuple(tools))
         return self._whole(tuple(messages), tuple(tools))
 
     def extend(
@@ -139,7 +141,7 @@ class Renderer:
         """Reads an answer; the prompt says whether it starts inside a think block, the tools which types they want."""
         return self._answers.parse(output_ids, prompt_ids, tools)
 
-    def partial(self, output_ids: Ids, prompt_ids: Ids | None = None, tools: Sequence[Tool] = ()) -> Partial:
+    def partial(self, output_ids: Ids, prompt_ids: Ids | None = None) -> Partial:
         """What can be told for certain of an unfinished answer: a beginning of what `parse` says of the whole."""
         return self._answers.partial(output_ids, prompt_ids)
 

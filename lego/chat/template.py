@@ -15,12 +15,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lego.chat.messages import Message, Tool
 from lego.chat.vocabulary import Vocabulary, read_json
+from lego.errors import UsageError
 from lego.records import Ids
 
 DATE = datetime(2024, 7, 26)
 """Today, for templates that ask: the same every day, so that a recorded session renders the same again."""
 
 Raw = dict[str, Any]
+REFUSALS = (TemplateError, TypeError, ArithmeticError, LookupError, MemoryError, RecursionError)
+"""What a template raises for a conversation that it refuses."""
 
 
 class ChatTemplate:
@@ -41,11 +44,14 @@ class ChatTemplate:
         """The template of the folder, None if it has none. Raises UsageError for a file that cannot be read."""
         file = folder / "tokenizer_config.json"
         config = read_json(file) if file.exists() else {}
-        source = _source(folder, config)
-        return cls(source, _special_tokens(config)) if source is not None else None
+        try:
+            source = _source(folder, config)
+            return cls(source, _special_tokens(config)) if source is not None else None
+        except (OSError, UnicodeError, *REFUSALS) as error:
+            raise UsageError(f"{folder}: its chat template cannot be used: {error!r}") from error
 
     def text(self, messages: Sequence[Raw], tools: Sequence[Raw] | None, *, prompt: bool, **variables: Any) -> str:
-        """The conversation as text. Raises TemplateError, or TypeError, where the template refuses it."""
+        """The conversation as text. Raises one of REFUSALS."""
         given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
         return self._template.render(**self._variables, **given, **variables)
 
@@ -77,7 +83,7 @@ class TemplateVocabulary(Vocabulary):
         """What the template writes after an answer of a probe when `new` follows; None where it does not append."""
         try:
             told, again = (self._after_answer(exchanges, last, new, tools) for exchanges in (1, 2))
-        except (TemplateError, TypeError):
+        except REFUSALS:
             return None
         # What depends on the place in the conversation cannot be told from a probe.
         return told if told == again else None
@@ -174,7 +180,7 @@ def difference(
         return f"{folder} has no chat template"
     try:
         told = _own_text(template, messages, tools, enable_thinking=renderer.thinking, thinking=renderer.thinking)
-    except (TemplateError, TypeError) as error:
+    except REFUSALS as error:
         return f"the template refuses the conversation: {error}"
     stops = [renderer.decode(np.asarray([i], np.int32)) for i in renderer.stop_ids]
     return first_difference(_open_ended(renderer.decode(ids), stops), _open_ended(told, stops))
@@ -187,7 +193,7 @@ def _own_text(template: ChatTemplate, messages: Sequence[Message], tools: Sequen
     first = re.search(r"arguments['\"\]]* is string", template.source) is None
     try:
         return render(raw_messages(messages, names=call_names(messages), objects=first))
-    except (TemplateError, TypeError):
+    except REFUSALS:
         return render(raw_messages(messages, names=call_names(messages), objects=not first))
 
 

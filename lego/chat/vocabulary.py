@@ -28,8 +28,11 @@ class Vocabulary:
         whole = read_json(folder / "tokenizer.json")
         self.name_or_path = str(folder)
         self.eos_token_id = eos_token_id
-        self._full = Tokenizer.from_str(json.dumps(whole))
-        self._plain = Tokenizer.from_str(json.dumps(_without_control_tokens(whole)))
+        try:
+            self._full = Tokenizer.from_str(json.dumps(whole))
+            self._plain = Tokenizer.from_str(json.dumps(_without_control_tokens(whole)))
+        except Exception as error:
+            raise UsageError(f"{folder / 'tokenizer.json'} is no tokenizer: {error!r}") from error
         decoder = self._full.get_added_tokens_decoder()
         self._control = {token.content: i for i, token in decoder.items() if not token.content.isspace()}
         self._search = _any_of(self._control)
@@ -142,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"model folder {path.parent}: cannot read {path.name} ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds a {type(found).__name__}, a JSON object is wanted")

@@ -48,7 +48,7 @@ class ScriptedEngine:
         self._answer = answer
         self._experts = experts
         self._stop_ids = stop_ids
-        self._seconds = seconds
+        self.seconds = seconds
         self._chunks = chunks
         self._chunk_seconds = chunk_seconds
 
@@ -65,7 +65,7 @@ class ScriptedEngine:
         call = Call(prompt_ids=prompt_ids, sampling=sampling, session=session, routing_start=routing_start)
         self.calls.append(call)
         try:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(self.seconds)
             whole = np.asarray(self._answer(prompt_ids), np.int32)
             output_ids = whole[: sampling.max_tokens]
             await self._tell(output_ids, progress)

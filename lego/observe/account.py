@@ -22,6 +22,8 @@ class Account:
         self.reused = 0
         self.trials = 0
         self.reports: list[StepReport] = []
+        self.stopped: str | None = None
+        """What ended the run before its end."""
 
     def trial(self, trajectory: Trajectory) -> None:
         """One finished trial."""
@@ -54,6 +56,7 @@ class Account:
     def summary(self) -> dict[str, object]:
         """What summary.json holds."""
         return {
+            "stopped": self.stopped,
             "solve_start": {split: self._triple("start", split) for split in SPLITS},
             "solve_end": {split: self._triple("end", split) for split in SPLITS},
             **self.fidelity(),

@@ -1,6 +1,7 @@
 """Which sessions of a run stay on disk, for `python -m lego.replay`."""
 
 import asyncio
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class Sessions:
         if not session.turns or self.which == "none" or (self.which == "odd" and not odd(trajectory)):
             return ""
         self.folder.mkdir(exist_ok=True)
-        name = f"{trajectory.task.replace('/', '_')}-{trajectory.attempt}-{session.uid}.npz"
+        task = re.sub(r"[^\w.-]", "_", trajectory.task)[:80]
+        name = f"{task}-{trajectory.attempt}-{session.uid}.npz"
         await asyncio.to_thread(write, record(session, self.renderer), self.folder / name)
         return name
 

@@ -158,7 +158,7 @@ class Trials:
             raise Stopped(Outcome.OOM, "the box ran out of memory")
         breach = session.session.breach
         if breach is not None:
-            raise Stopped(breach, f"the session reached its limit ({len(session.session.turns)} turns)")
+            raise Stopped(breach.outcome, f"a limit of the trial refused a call: {breach}")
         if result.timed_out:
             raise Stopped(Outcome.TIMEOUT, f"the harness ran longer than {self.timeout_s:g} s")
         error = self.harness.ended(result).error

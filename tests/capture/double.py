@@ -1,14 +1,12 @@
-"""A scripted engine for capture tests: answers in order, routing that tells which call captured it."""
+"""Answers for capture tests: in order from an engine, or made by hand with routing that tells its tokens."""
 
-import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from lego.chat.render import Renderer
-from lego.engine.base import Progress
-from lego.records import Generation, Ids, Sampling, VersionSpan
+from lego.engine import scripted
+from lego.records import Generation, Ids, VersionSpan
 
 EXPERTS, LAYERS, TOP_K = 8, 3, 2
 
@@ -31,39 +29,15 @@ def generation(
     )
 
 
-class ScriptedEngine:
-    """Gives its answers in order; `delay_s` before each. Cut when over `max_tokens`."""
+class ScriptedEngine(scripted.ScriptedEngine):
+    """Gives its answers in order, or its `error`; `delay_s` before each."""
 
     def __init__(self, renderer: Renderer, answers: Sequence[str], delay_s: float = 0.0) -> None:
+        super().__init__(self._next, experts=(LAYERS, EXPERTS, TOP_K), seconds=delay_s)
         self.answers = [renderer._vocabulary.encode(text) for text in answers]
-        self.delay_s = delay_s
-        self.prompts: list[Ids] = []
-        self.samplings: list[Sampling] = []
-        self.aborted = asyncio.Event()
         self.error: Exception | None = None
 
-    async def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        *,
-        session: str,
-        routing_start: int = 0,
-        progress: Progress | None = None,
-    ) -> Generation:
-        self.prompts.append(prompt_ids)
-        self.samplings.append(sampling)
-        try:
-            await asyncio.sleep(self.delay_s)
-        except asyncio.CancelledError:
-            self.aborted.set()
-            raise
+    def _next(self, prompt_ids: Ids) -> list[int]:
         if self.error is not None:
             raise self.error
-        output = self.answers.pop(0)
-        cut = len(output) > sampling.max_tokens
-        output = output[: sampling.max_tokens]
-        return generation(prompt_ids, output, start=routing_start, finish="length" if cut else "stop")
-
-    async def update(self, weights: Path, version: int) -> None:
-        raise AssertionError("no weights in these tests")
+        return self.answers.pop(0)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from harnesses.base import End, Endpoint, Harness
+from harnesses.claude import Claude
 from harnesses.codex import Codex
 from harnesses.fetch import DEFAULT_CACHE
 from harnesses.opencode import OpenCode
 from harnesses.pi import Pi
+from harnesses.qwen import Qwen
 from lego.capture.again import again
 from lego.capture.recording import Recording, record, write
 from lego.capture.server import Handle, Proxy
@@ -56,6 +58,8 @@ CASTS: dict[str, Cast] = {
     "opencode-chat": Cast(OpenCode(), "bash", "command"),
     "opencode-responses": Cast(OpenCode(sdk="@ai-sdk/openai"), "bash", "command"),
     "opencode-messages": Cast(OpenCode(sdk="@ai-sdk/anthropic"), "bash", "command"),
+    "claude": Cast(Claude(), "Bash", "command"),
+    "qwen": Cast(Qwen(), "run_shell_command", "command"),
 }
 
 

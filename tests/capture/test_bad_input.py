@@ -177,6 +177,13 @@ def nested(depth: int) -> bytes:
         b'{"messages": {}, "input": {}}',
         b'{"messages": [[]], "input": [[]]}',
         b'{"messages": [{}], "input": [{}]}',
+        b'{"messages": 5, "input": 5}',
+        b'{"messages": [3], "input": [3]}',
+        b'{"messages": [{"role": "wizard", "content": "x"}], "input": [{"role": "wizard", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": 5}], "input": [{"role": "user", "content": 5}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "input": "x", "tools": 7}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}], '
+        b'"input": [{"role": "user", "content": [{"type": "input_image"}]}]}',
         b'{"messages": ' + nested(10_000) + b', "input": ' + nested(10_000) + b"}",
         b'{"messages": ' + nested(500) + b', "input": ' + nested(500) + b"}",
         b'{"x": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}",

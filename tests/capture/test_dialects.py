@@ -575,10 +575,9 @@ def test_functions_of_a_namespace_are_offered_called_and_echoed_under_both_names
 def test_items_of_vendors_own_tools_are_passed_over_and_unknown_ones_refused() -> None:
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
     assert history(RESPONSES, search, said("msg_1", "a")) == (Message("assistant", "a", items=("msg_1",)),)
-    for kind in ("item_reference", "compaction", "mcp_call", "poem", 5, ["message"], {}):
-        if kind:
-            with pytest.raises(BadMessage, match=r"input\[1\]\.type: .* found"):
-                history(RESPONSES, {"type": kind, "id": "x"})
+    for kind in ("item_reference", "compaction", "mcp_call", "poem", 5, ["message"]):
+        with pytest.raises(BadMessage, match=r"input\[1\]\.type: .* found"):
+            history(RESPONSES, {"type": kind, "id": "x"})
 
 
 def test_stored_answers_are_refused() -> None:
@@ -609,8 +608,7 @@ def test_a_request_of_codex_is_read() -> None:
     assert request.asked["reasoning"] == {"effort": "medium", "summary": "auto"}
 
 
-def test_litellm_would_keep_the_calls_of_an_answer_for_other_requests() -> None:
-    """Why answers do not pass through it: one cache serves all trials of the process."""
+def test_the_calls_of_an_answer_do_not_lie_in_the_cache_that_litellm_has_for_all_requests() -> None:
     from litellm.responses.litellm_completion_transformation.transformation import TOOL_CALLS_CACHE
 
     answer(RESPONSES, Message("assistant", calls=(ToolCall("c0", "bash", "{}"),)))

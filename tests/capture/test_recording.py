@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from lego.capture.again import again, differences, first_difference
-from lego.capture.journal import Step
+from lego.capture.journal import Event, Step
 from lego.capture.recording import Recording, read, record, write
 from lego.capture.server import Proxy
 from lego.capture.session import Limits
@@ -31,10 +31,10 @@ async def _trial(renderer) -> Recording:
         client = openai.AsyncOpenAI(base_url=handle.url + "/v1", api_key="x", max_retries=0)
         user = {"role": "user", "content": "U é 😀"}
         first = await client.chat.completions.create(model="m", messages=[user], tools=TOOLS, temperature=0.5)
-        engine.delay_s = 60
+        engine.seconds = 60
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="m", messages=[user], tools=TOOLS, timeout=0.3)
-        engine.delay_s = 0
+        engine.seconds = 0
         told = first.choices[0].message.model_dump(include={"role", "content", "tool_calls"})
         result = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "file"}
         await client.chat.completions.create(model="m", messages=[user, told, result], tools=TOOLS)
@@ -107,7 +107,9 @@ def test_numbers_are_binary_and_histories_are_kept_once(recording, renderer, tmp
     messages = [{"role": "user", "content": "x" * 1000 + str(n)} for n in range(100)]
     bodies = [{"messages": messages[:n]} for n in range(1, 100)]
     origins = tuple(replace(recording.origins[0], body=body) for body in bodies)
-    write(replace(recording, origins=origins), tmp_path / "s.npz", routing=True)
+    plans = [Event(step=Step.PLAN, call=call) for call in range(len(bodies))]
+    events = (*plans, *(event for event in recording.events if event.step is not Step.PLAN))
+    write(replace(recording, origins=origins, events=events), tmp_path / "s.npz", routing=True)
     with np.load(tmp_path / "s.npz") as file:
         assert len(file["text"]) < 150_000 and file["output_ids"].dtype == np.int32
         assert len(file["prompt_ids"]) < sum(len(turn.prompt_ids) for turn in recording.turns)

@@ -74,7 +74,7 @@ def test_chat_with_the_official_client_is_one_segment(renderer, stream):
             ]
             last = await chat(client, messages, stream)
             assert last.choices[0].message.content == "It is done." and last.choices[0].finish_reason == "stop"
-            assert last.usage.prompt_tokens == len(engine.prompts[1])
+            assert last.usage.prompt_tokens == len(engine.calls[1].prompt_ids)
             assert last.usage.completion_tokens == len("It is done.") + 1
             assert_one_whole_segment(handle, 2)
 
@@ -104,7 +104,7 @@ def test_responses_with_the_official_client_is_one_segment(renderer, stream):
             items += [{"type": "function_call_output", "call_id": call.call_id, "output": "file"}]
             last = await respond(client, items, stream)
             assert last.output_text == "It is done."
-            assert last.usage.input_tokens == len(engine.prompts[1])
+            assert last.usage.input_tokens == len(engine.calls[1].prompt_ids)
             assert last.usage.input_tokens_details.cached_tokens > 0
             assert_one_whole_segment(handle, 2)
 
@@ -143,8 +143,8 @@ def test_messages_with_the_official_client_is_one_segment(renderer, stream):
             ]
             last = await message(client, messages, stream, "bbbbb")
             assert last.content[0].text == "It is done." and last.stop_reason == "end_turn"
-            assert last.usage.input_tokens + last.usage.cache_read_input_tokens == len(engine.prompts[1])
-            text = renderer.decode(engine.prompts[1])
+            assert last.usage.input_tokens + last.usage.cache_read_input_tokens == len(engine.calls[1].prompt_ids)
+            text = renderer.decode(engine.calls[1].prompt_ids)
             assert "<|im_start|>system\nmid<|im_end|>" in text and "billing" not in text
             assert_one_whole_segment(handle, 2)
 
@@ -172,7 +172,7 @@ def test_count_tokens_is_the_real_prompt_length(renderer):
             }
             counted = await client.messages.count_tokens(**asked)
             await client.messages.create(**asked, max_tokens=9)
-            assert counted.input_tokens == len(engine.prompts[0]) and len(handle.session.turns) == 1
+            assert counted.input_tokens == len(engine.calls[0].prompt_ids) and len(handle.session.turns) == 1
 
     run(main())
 
@@ -183,7 +183,7 @@ def test_the_recipes_sampling_is_used_and_the_harness_s_is_recorded(renderer):
             client = openai.AsyncOpenAI(base_url=handle.url + "/v1", api_key="x", max_retries=0)
             user = [{"role": "user", "content": "U"}]
             await client.chat.completions.create(model="m", messages=user, temperature=0, top_p=0.9, max_tokens=7)
-            assert engine.samplings == [Sampling(max_tokens=300)]
+            assert [call.sampling for call in engine.calls] == [Sampling(max_tokens=300)]
             assert handle.session.turns[0].asked == {"temperature": 0, "top_p": 0.9, "max_tokens": 7}
 
     run(main())
@@ -222,7 +222,7 @@ def test_a_prompt_over_the_limit_is_refused_in_the_words_of_each_dialect(rendere
             claude = anthropic.AsyncAnthropic(base_url=handle.url, api_key="x", max_retries=0)
             with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 50 maximum"):
                 await claude.messages.create(model="m", max_tokens=5, messages=user, stream=stream)
-            assert handle.session.breach is Outcome.CONTEXT_EXCEEDED and not handle.session.turns
+            assert handle.session.breach.outcome is Outcome.CONTEXT_EXCEEDED and not handle.session.turns
 
     run(main())
 
@@ -234,7 +234,7 @@ def test_the_turn_limit_is_refused_without_a_retry(renderer):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "U"}])
             with pytest.raises(openai.BadRequestError, match="turn limit"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "V"}])
-            assert handle.session.breach is Outcome.TURN_LIMIT
+            assert handle.session.breach.outcome is Outcome.TURN_LIMIT
 
     run(main())
 
@@ -292,8 +292,8 @@ def test_a_client_that_goes_stops_the_engine_and_is_no_training_data(renderer, p
                     response = await client.post(f"{handle.url}/v1/{path}", json=body)
                     await response.read()
             async with asyncio.timeout(1):
-                await engine.aborted.wait()
-            await asyncio.sleep(0.05)
+                await asyncio.gather(*handle.calls, return_exceptions=True)
+            assert engine.cancelled
             assert [turn.rejected for turn in handle.session.turns] == ["cancelled"]
             assert not handle.session.segments() and len(asyncio.all_tasks()) <= before + 2
 
@@ -330,35 +330,6 @@ def test_an_engine_failure_is_told_and_kept_for_the_trial(renderer):
     run(main())
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens"])
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"[]",
-        b"null",
-        b'{"messages": 5, "input": 5}',
-        b'{"messages": [], "input": []}',
-        b'{"messages": [3], "input": [3]}',
-        b'{"messages": [{"role": "wizard", "content": "x"}], "input": [{"role": "wizard", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": 5}], "input": [{"role": "user", "content": 5}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "input": "x", "tools": 7}',
-        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}], '
-        b'"input": [{"role": "user", "content": [{"type": "input_image"}]}]}',
-        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    ],
-)
-def test_bad_input_is_a_400_of_the_dialect_and_leaves_the_session_intact(renderer, path, body):
-    async def main():
-        async with trial(renderer, []) as (_, handle):
-            async with aiohttp.ClientSession() as client, client.post(f"{handle.url}/v1/{path}", data=body) as response:
-                found = await response.json()
-            assert response.status == 400 and found["error"]["message"], found
-            assert ("type" in found) == ("messages" in path) and not handle.session.turns
-
-    run(main())
-
-
 def test_a_malformed_call_reaches_the_harness_and_its_repair_still_joins(renderer):
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls", }\n</tool_call><|im_end|>'
 
@@ -388,7 +359,7 @@ def test_malformed_arguments_of_a_foreign_history_are_rendered_verbatim(renderer
                 {"role": "tool", "tool_call_id": "call_other", "content": "invalid arguments"},
             ]
             await chat(client, messages, False)
-            assert '"arguments": {"value": }' in renderer.decode(engine.prompts[0])
+            assert '"arguments": {"value": }' in renderer.decode(engine.calls[0].prompt_ids)
             assert handle.session.turns[0].drift is Drift.FIRST
 
     run(main())
@@ -433,7 +404,7 @@ def test_leaving_a_session_ends_its_calls_in_flight(renderer):
                 body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "U"}]}
                 response = await client.post(handle.url + "/v1/chat/completions", json=body)
                 assert response.status == 200
-            assert engine.aborted.is_set() and not handle.calls
+            assert engine.cancelled and not handle.calls
             assert (await client.post(handle.url + "/v1/chat/completions", json=body)).status == 404
 
     run(main())

@@ -164,6 +164,23 @@ def test_a_side_request_is_never_trained_whichever_comes_first(renderer):
         assert list(s.fidelity().excluded) == ["side_request"] and len(s.segments()) == 1
 
 
+def test_a_last_answer_asked_for_without_tools_belongs_to_the_work(renderer):
+    s = session(renderer, max_turns=2)
+    _, answer = call(s, renderer, [USER])
+    turn, _ = call(s, renderer, [USER, answer, result(answer)], "done<|im_end|>", tools=())
+    assert (turn.parent, turn.drift) == (None, Drift.EDITED)
+    assert s.fidelity().excluded == {} and len(s.segments()) == 2
+    with pytest.raises(LimitReached):
+        s.plan((USER, answer, result(answer)), TOOLS)
+
+
+def test_a_plan_made_without_tools_belongs_to_the_work_once_it_is_told(renderer):
+    s = session(renderer)
+    _, plan = call(s, renderer, [USER], "first this, then that<|im_end|>", tools=())
+    turn, _ = call(s, renderer, [USER, plan, Message("user", "go on")])
+    assert turn.drift is Drift.EDITED and s.fidelity().excluded == {} and len(s.segments()) == 2
+
+
 def test_a_compaction_known_by_its_label_is_a_segment_of_its_own(renderer):
     s = session(renderer)
     _, answer = call(s, renderer, [USER])
@@ -352,7 +369,7 @@ def test_the_tokens_of_a_trial_are_limited(renderer):
     s.add(plan, generation(plan.prompt_ids, [1, 2]), sampling=SAMPLING)
     with pytest.raises(LimitReached, match="5 sampled tokens"):
         s.plan((Message("user", "W"),), TOOLS)
-    assert s.breach is Outcome.TOKEN_LIMIT
+    assert s.breach.outcome is Outcome.TOKEN_LIMIT
 
 
 def test_a_long_trial_holds_its_ids_once(renderer):
@@ -372,11 +389,11 @@ def test_limits_refuse_the_call_and_name_the_breach(renderer):
     call(s, renderer, [USER])
     with pytest.raises(LimitReached):
         s.plan((USER,), TOOLS)
-    assert s.breach is Outcome.TURN_LIMIT
+    assert s.breach.outcome is Outcome.TURN_LIMIT
     s = session(renderer, context_tokens=10)
     with pytest.raises(ContextExceeded, match="limit 10"):
         s.plan((USER,), TOOLS)
-    assert s.breach is Outcome.CONTEXT_EXCEEDED
+    assert s.breach.outcome is Outcome.CONTEXT_EXCEEDED
     s.close()
     with pytest.raises(SessionClosed):
         s.plan((USER,), TOOLS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lego.chat.messages import Message
 from lego.chat.render import Parsed, Partial, Renderer
 from lego.records import Ids
-from tests.chat.families import FAMILIES, ONE_CALL, Family, sampled
+from tests.chat.families import FAMILIES, HARMONY, ONE_CALL, Family, sampled
 
 USER = Message("user", "U")
 WORDS = [
@@ -38,7 +38,7 @@ quick = settings(max_examples=40, deadline=None, suppress_health_check=list(Heal
 
 def piece(family: Family, renderer: Renderer) -> st.SearchStrategy[list[int]]:
     """Control tokens, words of the formats, lone bytes, and ids that no token has."""
-    marks = [*family.specials, "<think>", "</think>"] if family.name != "gpt-oss" else list(_harmony_marks())
+    marks = [*family.specials, "<think>", "</think>"] if family.name != "gpt-oss" else list(HARMONY)
     top = 201_088 if family.name == "gpt-oss" else 256 + len(family.specials)
     return st.one_of(
         st.sampled_from(marks).map(renderer._vocabulary.encode),
@@ -46,10 +46,6 @@ def piece(family: Family, renderer: Renderer) -> st.SearchStrategy[list[int]]:
         st.integers(128, 255).map(lambda i: [i]),
         st.integers(top, top + 50).map(lambda i: [i]),
     )
-
-
-def _harmony_marks():
-    yield from ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 
 def answers(family: Family, renderer: Renderer) -> st.SearchStrategy[list[int]]:

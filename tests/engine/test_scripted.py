@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lego.engine.answer import check_experts
+from lego.capture.crosscheck import fault
 from lego.engine.scripted import ScriptedEngine
 from lego.errors import EngineError
 from lego.records import Floats, Ids, Sampling, VersionSpan
@@ -24,7 +24,7 @@ async def test_routing_rows_are_valid_and_a_later_turn_repeats_those_of_the_turn
     engine = ScriptedEngine(lambda ids: [7, 8], experts=(3, 8, 2))
     first = await engine.generate(PROMPT, Sampling(), session="s")
     assert first.routing is not None and first.routing.shape == (5 + 2 - 1, 3, 2)
-    check_experts(first.routing, 8)
+    assert fault(first, Sampling(), prompt_len=5, routing_start=0, experts=8) is None
     longer = np.array([*PROMPT, 7, 8, 3], np.int32)
     whole = await engine.generate(longer, Sampling(), session="s")
     tail = await engine.generate(longer, Sampling(), session="s", routing_start=4)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from harnesses import clients
+from harnesses import clients, pi, qwen
 from harnesses import fetch as fetching
 from harnesses.base import HarnessNotFetched
 from harnesses.codex import Codex
 from harnesses.fetch import FetchError, fetch
 from harnesses.packages import LOCKS, NpmTarball, Part, Wheel, home_of, locate, record_of
-from harnesses.pi import LOCK_SHA256, Pi
+from harnesses.pi import Pi
 
 PROGRAM = b"#!/bin/sh\necho toy 1.0\n"
 NPM = f"""#!{sys.executable}
@@ -41,6 +41,7 @@ if arguments[0] == "ci":
     sys.exit(pathlib.Path("node_modules/toy/cut.js").write_text(""))
 shutil.copy(here / "toy.tgz", arguments[arguments.index("--pack-destination") + 1])
 """
+LOCKED = (("pi", pi.LOCK_SHA256), ("qwen", qwen.LOCK_SHA256))
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,10 @@ def _wheel(folder: Path) -> Path:
 
 
 def test_every_package_of_a_lock_file_has_a_hash_and_no_address() -> None:
-    for version, sha256 in LOCK_SHA256.items():
-        content = (LOCKS / f"pi-{version}.json").read_bytes()
+    pins = {f"{name}-{version}.json": sha256 for name, locks in LOCKED for version, sha256 in locks.items()}
+    assert pins.keys() == {path.name for path in LOCKS.iterdir()}
+    for name, sha256 in pins.items():
+        content = (LOCKS / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == sha256
         packages = json.loads(content)["packages"]
         packages.pop("")
