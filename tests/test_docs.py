@@ -1,0 +1,26 @@
+"""The programs in the docs run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = [
+    (page.name, code)
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+]
+
+
+def test_the_docs_hold_programs():
+    assert {page for page, _ in PROGRAMS} == {"capture.md"}
+
+
+@pytest.mark.parametrize(("page", "code"), PROGRAMS, ids=[page for page, _ in PROGRAMS])
+def test_a_program_in_the_docs_runs_and_prints_what_was_trained(page: str, code: str):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Fidelity(sampled=3, trained=3" in done.stdout
