@@ -1,7 +1,7 @@
 """The tree of a trial's turns: plans each model call and records what was sampled; no I/O."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,11 +10,11 @@ import numpy as np
 from lego.capture import keys
 from lego.capture.crosscheck import fault
 from lego.capture.histories import Histories, History
+from lego.capture.joins import Answer, Joins
 from lego.capture.journal import NOWHERE, Journal, Origin, Step
 from lego.capture.keys import Key
 from lego.capture.segments import account, segments_of
 from lego.capture.tape import Tape
-from lego.chat.calls import schemas_of
 from lego.chat.messages import BadMessage, Message, Tool, ToolCall
 from lego.chat.render import Parsed, Partial
 from lego.errors import EngineError
@@ -123,16 +123,6 @@ class _Extension:
     prompt_ids: Ids
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A turn as the harness sees it; `message.calls` carry our ids, of which `id` is the root."""
-
-    id: str
-    message: Message
-    truncated: bool
-    reasoning_tokens: int
-
-
 class Session:
     """All turns of one trial. `uid` must be unique among all trials: ids that harnesses echo are made of it."""
 
@@ -143,8 +133,6 @@ class Session:
         self.breach: LimitReached | None = None
         """The first limit that refused a call, if one did."""
         self.journal = Journal()
-        self.answers: dict[int, Answer] = {}
-        """What became of turns that are answers, by turn."""
         self._renderer = renderer
         self._turns: list[Turn] = []
         self._plans: list[Plan] = []
@@ -152,12 +140,9 @@ class Session:
         self._routing_shape: tuple[int, ...] | None = None
         self._open: dict[int, Plan] = {}
         self._histories = Histories()
-        self._ends: dict[Key, int] = {}
-        self._owners: dict[str, int] = {}
+        self._joins = Joins(len(self.reply_id(0)))
         self._planned: set[Key] = set()
         self._systems: set[Key] = set()
-        self._contents: dict[tuple[str, ...], int | None] = {}
-        """Turns by what they say; None for what several say."""
         self._parents: set[int | None] = set()
         self._in_history: set[int] = set()
         """Calls whose answers were told in a history since: these belong to the work, with tools or without."""
@@ -166,6 +151,11 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         return tuple(self._turns)
+
+    @property
+    def answers(self) -> Mapping[int, Answer]:
+        """What became of turns that are answers, by turn."""
+        return self._joins.answers
 
     def plan_of(self, turn: int) -> Plan:
         """The plan that a turn was sampled for."""
@@ -273,7 +263,8 @@ class Session:
     # Planning
 
     def _planned_call(self, call: int, messages: tuple[Message, ...], tools: tuple[Tool, ...], hint: Drift) -> Plan:
-        aside = not (tools or hint is Drift.COMPACTION or any(self._told(message) is not None for message in messages))
+        tells = any(self._joins.told(message) is not None for message in messages)
+        aside = not (tools or tells or hint is Drift.COMPACTION)
         self._check_turns(aside and self._had_tools)
         self._check_size(messages)
         history = self._history(messages, tools)
@@ -329,43 +320,14 @@ class Session:
         new = messages[len(known.messages) :]
         chain = list(known.chain)
         for message in new:
-            chain.append(self._key(chain[-1], message, known.tools))
+            chain.append(self._joins.key(chain[-1], message, known.tools))
         return History(known.messages + new, known.tools, tuple(chain), len(known.messages))
-
-    def _key(self, before: Key, message: Message, tools: tuple[Tool, ...]) -> Key:
-        """The key of a history one message longer; an answer of ours counts as its turn, however it is told."""
-        if message.role != "assistant":
-            # Which of our calls a result answers counts; ids that a harness made itself do not.
-            call = message.call_id if message.call_id in self._owners else ""
-            return keys.digest(before, *keys.content_key(message), call)
-        owner = self._owner(message)
-        if owner is not None and keys.same_answer(self.answers[owner].message, message, schemas_of(tools)):
-            key = _turn_key(before, owner)
-            if key in self._ends:
-                return key
-        key = keys.digest(before, *keys.content_key(message))
-        owner = self._ends.get(key)
-        return key if owner is None else _turn_key(before, owner)
-
-    def _owner(self, message: Message) -> int | None:
-        """The turn that made all calls of this message, or else handed out its item ids."""
-        names = [call.id for call in message.calls] or [self._root(item) for item in message.items]
-        owners = {self._owners.get(name) for name in names}
-        return owners.pop() if len(owners) == 1 else None
-
-    def _told(self, message: Message) -> int | None:
-        """The turn whose answer this message is, by its ids or else by its content."""
-        owner = self._owner(message)
-        return owner if owner is not None else self._contents.get(keys.content_key(message))
-
-    def _root(self, item: str) -> str:
-        return item[item.find("_") + 1 :][: len(self.reply_id(0))]
 
     def _extension(self, history: History) -> _Extension:
         """The turn whose prompt and answer this history begins with, and the ids that continue it; else all anew."""
         messages = history.messages
         last = next((i for i in reversed(range(len(messages))) if messages[i].role == "assistant"), None)
-        index = self._ends.get(history.chain[last + 1]) if last is not None else None
+        index = self._joins.end(history.chain[last + 1]) if last is not None else None
         if last is not None and index is not None:
             more = self._continuation(self._turns[index], messages[last + 1 :], history.tools)
             if more is not None:
@@ -384,7 +346,7 @@ class Session:
     def _note(self, plan: Plan) -> None:
         self._open[plan.call] = plan
         self._histories.keep(plan.history)
-        told = (self._told(message) for message in plan.history.messages[plan.history.known :])
+        told = (self._joins.told(message) for message in plan.history.messages[plan.history.known :])
         self._in_history |= {self._plans[turn].call for turn in told if turn is not None}
         self._parents.add(plan.parent)
         self._planned.add(plan.key)
@@ -408,11 +370,11 @@ class Session:
 
     def _break(self, history: History) -> Drift:
         """Why a history with tools does not continue any turn, as far as the history tells."""
-        if any(self._lost_reasoning(message) for message in history.messages):
+        if any(map(self._joins.without_reasoning, history.messages)):
             return Drift.REASONING_DROPPED
         if self._another_answer(history):
             return Drift.EDITED
-        told = [owner for owner in map(self._told, history.messages) if owner is not None]
+        told = [owner for owner in map(self._joins.told, history.messages) if owner is not None]
         if told:
             return Drift.EDITED if set(self._calling(told[-1])) <= set(told) else Drift.COMPACTION
         if _system(history) in self._systems:
@@ -422,7 +384,7 @@ class Session:
     def _another_answer(self, history: History) -> bool:
         """Whether where a turn was sampled, the history has an answer that is not that turn's."""
         steps = zip(history.messages, history.chain, history.chain[1:], strict=False)
-        return any(m.role == "assistant" and a in self._planned and b not in self._ends for m, a, b in steps)
+        return any(m.role == "assistant" and a in self._planned and self._joins.end(b) is None for m, a, b in steps)
 
     def _calling(self, index: int) -> list[int]:
         """The turns with calls on the path that ends in this turn."""
@@ -432,14 +394,6 @@ class Session:
         while index is not None:
             yield index
             index = self._turns[index].parent
-
-    def _lost_reasoning(self, told: Message) -> bool:
-        """Whether this is one of our answers, told without its reasoning."""
-        if told.role != "assistant" or told.reasoning.strip():
-            return False
-        ids = [call.id for call in told.calls]
-        mine = (answer.message for answer in self.answers.values() if answer.message.reasoning.strip())
-        return any([c.id for c in m.calls] == ids and m.text.strip() == told.text.strip() for m in mine)
 
     # Recording
 
@@ -471,18 +425,8 @@ class Session:
         reply = self.reply_id(plan.call)
         calls = tuple(ToolCall(f"call_{reply}{i:02x}", c.name, c.arguments) for i, c in enumerate(parsed.calls))
         message = Message("assistant", parsed.content, parsed.reasoning, calls)
-        self.answers[turn.index] = Answer(
-            id=reply, message=message, truncated=turn.truncated, reasoning_tokens=parsed.reasoning_tokens
-        )
-        self._owners |= dict.fromkeys([reply, *(call.id for call in calls)], turn.index)
-        self._ends[_turn_key(plan.key, turn.index)] = turn.index
-        content = keys.content_key(message)
-        end = keys.digest(plan.key, *content)
-        # Of twins that say the same, a history told without ids means the one that was gone on from.
-        if self._ends.get(end) not in self._parents - {None}:
-            self._ends[end] = turn.index
-        if any(content[1:]):
-            self._contents[content] = turn.index if content not in self._contents else None
+        answer = Answer(id=reply, message=message, truncated=turn.truncated, reasoning_tokens=parsed.reasoning_tokens)
+        self._joins.add(turn.index, answer, plan.key, self._parents)
 
 
 def _accepted(turn: Turn, twin: int | None, extended: set[int | None], causes: dict[int, str]) -> int:
@@ -495,10 +439,6 @@ def _accepted(turn: Turn, twin: int | None, extended: set[int | None], causes: d
     if twin not in extended:
         causes[twin] = SUPERSEDED
     return turn.index
-
-
-def _turn_key(before: Key, turn: int) -> Key:
-    return keys.digest(before, "turn", str(turn))
 
 
 def _system(history: History) -> Key:
