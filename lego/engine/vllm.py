@@ -137,8 +137,9 @@ class VllmServer:
         passed = {k: v for k, v in ours.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         fast = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S)}
-        # No core pinned that trainer and boxes need, no threads that fight for two cores.
-        small = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        # The engine's core works itself, without a worker process (420 MiB); no core pinned that trainer and boxes
+        # need, no threads that fight for two cores.
+        small = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         return passed | quiet | fast | (small if cpu else {}) | dict(self.env)
 
 
