@@ -7,7 +7,7 @@ from typing import Literal
 
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.packages import NpmTarball, Part, locate
-from harnesses.reading import events, exit_error, milliseconds, plain
+from harnesses.reading import exit_error, failed_result, milliseconds, plain
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/claude")
@@ -103,11 +103,7 @@ class Claude:
 
     def ended(self, result: ExecResult) -> End:
         """Reads the JSON lines: the last is of type `result` and says whether the run failed."""
-        failure = None
-        for event in events(result.stdout):
-            if event.get("type") == "result":
-                failure = _failure(event)
-        return End(error=failure or exit_error(result))
+        return End(error=failed_result(result.stdout) or exit_error(result))
 
     def _env(self, endpoint: Endpoint) -> Mapping[str, str]:
         wait = str(milliseconds(self.silence_s))
@@ -122,10 +118,3 @@ class Claude:
             "CLAUDE_STREAM_IDLE_TIMEOUT_MS": wait,
             **({} if self.compact else {"DISABLE_COMPACT": "1"}),
         }
-
-
-def _failure(event: Mapping) -> str | None:
-    """What a result event says of a failed run, else None."""
-    if not event.get("is_error"):
-        return None
-    return str(event.get("result") or event.get("subtype") or "an error without a message")

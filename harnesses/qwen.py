@@ -9,7 +9,7 @@ from typing import Any
 from harnesses import node
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.packages import NpmTree, Part, locate
-from harnesses.reading import events, exit_error, milliseconds, plain
+from harnesses.reading import exit_error, failed_result, milliseconds, plain
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/qwen")
@@ -93,11 +93,7 @@ class Qwen:
 
     def ended(self, result: ExecResult) -> End:
         """Reads the JSON lines: the last is of type `result` and says whether the run failed."""
-        failure = None
-        for event in events(result.stdout):
-            if event.get("type") == "result":
-                failure = _failure(event)
-        return End(error=failure or exit_error(result))
+        return End(error=failed_result(result.stdout) or exit_error(result))
 
     def _settings(self, endpoint: Endpoint) -> Mapping[str, Any]:
         wait = milliseconds(self.silence_s)
@@ -109,12 +105,3 @@ class Qwen:
             "maxRetries": 0,
         }
         return {**ALONE, "model": {"generationConfig": generation}}
-
-
-def _failure(event: Mapping) -> str | None:
-    """What a result event says of a failed run, else None."""
-    if not event.get("is_error"):
-        return None
-    error = event.get("error")
-    message = error.get("message") if isinstance(error, dict) else event.get("result")
-    return str(message or event.get("subtype") or "an error without a message")

@@ -17,6 +17,16 @@ def events(stdout: bytes) -> Iterator[Mapping]:
             yield event
 
 
+def failed_result(stdout: bytes) -> str | None:
+    """What the last line of type `result` says of a failed run; None if it did not fail, or there is none."""
+    last = next((event for event in reversed(list(events(stdout))) if event.get("type") == "result"), {})
+    if not last.get("is_error"):
+        return None
+    error = last.get("error")
+    message = error.get("message") if isinstance(error, dict) else last.get("result")
+    return str(message or last.get("subtype") or "an error without a message")
+
+
 def exit_error(result: ExecResult) -> str | None:
     """What a bad exit says: its status and last line; None after status 0."""
     if result.code == 0:

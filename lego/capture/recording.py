@@ -88,9 +88,9 @@ def write(recording: Recording, path: Path, *, routing: bool = False) -> None:
         "output_ids": _joined([turn.generation.output_ids for turn in turns], np.int32),
         "logprobs": _joined([turn.generation.logprobs for turn in turns], np.float32),
     }
-    rows = [turn.generation.routing for turn in turns if turn.generation.routing is not None]
-    if routing and rows:
-        arrays["routing"] = np.concatenate(rows)
+    if routing:
+        rows = [turn.generation.routing for turn in turns if turn.generation.routing is not None]
+        arrays["routing"] = np.concatenate(rows) if rows else np.zeros(0, np.uint8)
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         np.savez_compressed(file, **arrays)

@@ -29,10 +29,8 @@ SUPERSEDED = "superseded"
 SIDE_REQUEST = "side_request"
 UNFINISHED = frozenset({CANCELLED, ENGINE_ERROR})
 """Turns that never became an answer."""
-
-
 MOST_CHARACTERS = 32
-"""Of a token, on average over a prompt that is too long anyway."""
+"""Taken for more than a token has on average over a whole prompt; a guess that only refuses megabytes early."""
 
 
 class Renders(Protocol):
@@ -62,8 +60,9 @@ class LimitReached(Exception):
 class ContextExceeded(LimitReached):
     """The prompt leaves no room for an answer."""
 
-    def __init__(self, found: int, limit: int) -> None:
-        super().__init__(Outcome.CONTEXT_EXCEEDED, f"prompt of {found} tokens, limit {limit}")
+    def __init__(self, found: int, limit: int, *, guessed: bool = False) -> None:
+        about = "about " if guessed else ""
+        super().__init__(Outcome.CONTEXT_EXCEEDED, f"prompt of {about}{found} tokens, limit {limit}")
         self.found, self.limit = found, limit
 
 
@@ -297,7 +296,7 @@ class Session:
         """Refuses what cannot fit before anybody renders it, which for megabytes takes long."""
         at_least = sum(len(message.text) for message in messages) // MOST_CHARACTERS
         if at_least > self.limits.context_tokens:
-            raise ContextExceeded(at_least, self.limits.context_tokens)
+            raise ContextExceeded(at_least, self.limits.context_tokens, guessed=True)
 
     def _aside(self, plan: Plan) -> bool:
         return plan.aside and self._had_tools and plan.call not in self._in_history

@@ -29,7 +29,9 @@ class Sessions:
         self.folder.mkdir(exist_ok=True)
         task = re.sub(r"[^\w.-]", "_", trajectory.task)[:80]
         name = f"{task}-{trajectory.attempt}-{session.uid}.npz"
-        await asyncio.to_thread(write, record(session, self.renderer), self.folder / name)
+        # Rows that failed a check are the evidence, and without them a replay would find nothing wrong.
+        routing = any(fault.startswith("routing_") for fault in trajectory.fidelity.faults)
+        await asyncio.to_thread(write, record(session, self.renderer), self.folder / name, routing=routing)
         return name
 
 

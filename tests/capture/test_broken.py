@@ -105,9 +105,9 @@ def test_counting_tokens_changes_nothing(renderer):
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(renderer):
     session = Session("abc", renderer, Limits(context_tokens=1000))
-    with pytest.raises(ContextExceeded, match="prompt of 3125 tokens, limit 1000"):
+    with pytest.raises(ContextExceeded, match="prompt of about 3125 tokens, limit 1000"):
         session.plan((Message("user", "x" * 100_000),), (), Origin())
-    assert session.journal.refusals == {0: "prompt of 3125 tokens, limit 1000"}
+    assert session.journal.refusals == {0: "prompt of about 3125 tokens, limit 1000"}
 
 
 def test_of_twins_that_say_the_same_a_respelled_history_means_the_one_gone_on_from(renderer):

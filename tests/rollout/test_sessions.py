@@ -6,10 +6,15 @@ from pathlib import Path
 import pytest
 
 from lego.capture.again import again, differences
+from lego.capture.journal import Origin
 from lego.capture.recording import read
+from lego.capture.session import Limits, Session
+from lego.capture.wire import Dialect
+from lego.chat.messages import Message
 from lego.chat.render import Renderer
-from lego.records import Fidelity, Outcome
+from lego.records import Fidelity, Outcome, Sampling
 from lego.rollout.sessions import Sessions, odd
+from tests.capture.double import EXPERTS, generation
 from tests.factories import trajectory
 from tests.tiny import write_model
 
@@ -46,4 +51,18 @@ async def test_a_kept_session_replays_and_the_others_leave_no_file(renderer, tmp
     assert name == f"pkg_task-0-{session.uid}.npz" and [p.name for p in (tmp_path / "s").iterdir()] == [name]
     kept = read(tmp_path / "s" / name)
     assert Path(kept.model) == renderer.folder.resolve()
+    assert list(differences(kept, await again(kept, renderer), renderer.decode)) == []
+
+
+@pytest.mark.parametrize("spoil", [lambda rows: rows * 0, lambda rows: rows[1:], lambda rows: None])
+async def test_a_session_whose_routing_failed_a_check_replays_with_its_fault(renderer, tmp_path: Path, spoil):
+    session = Session("abc", renderer, Limits(experts=EXPERTS))
+    request = {"messages": [{"role": "user", "content": "U"}]}
+    plan = session.plan((Message("user", "U"),), (), Origin(dialect=Dialect.CHAT, body=request))
+    made = generation(plan.prompt_ids, [65, 258])
+    turn = session.add(plan, replace(made, routing=spoil(made.routing)), sampling=Sampling())
+    seen = replace(PLAIN, fidelity=session.fidelity())
+    name = await Sessions(folder=tmp_path / "s", which="odd", renderer=renderer).keep(session, seen)
+    kept = read(tmp_path / "s" / name)
+    assert turn.rejected is not None and turn.rejected.startswith("routing_")
     assert list(differences(kept, await again(kept, renderer), renderer.decode)) == []
