@@ -199,3 +199,7 @@ class Sample:
     segment: Segment
     advantage: float
     weight: float
+    reward: float = 0.0
+    """The trial's reward, for algorithms that estimate advantages token by token."""
+    trial: str = ""
+    """`task/attempt`, for messages."""

@@ -16,7 +16,7 @@ ONE_FILE = {
     "rich": {"lego/observe/terminal.py"},
     "tensorboard": {"lego/observe/tensorboard.py"},
     "psutil": {"lego/observe/memory.py"},
-    "torchtitan": {"lego/learn/titan.py", "lego/learn/titan_cpu.py", "lego/learn/replay.py", "lego/learn/heads.py"},
+    "torchtitan": {"lego/learn/titan.py", "lego/learn/titan_models.py", "lego/learn/titan_cpu.py"},
 }
 
 

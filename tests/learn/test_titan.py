@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lego.errors import TrainerError, UsageError
-from lego.learn import packing, titan
+from lego.learn import packing, titan, titan_models
 from lego.learn.algorithms import GSPO
 from lego.learn.step import train_step
 from lego.learn.titan_cpu import equal_runs
@@ -124,7 +124,7 @@ def test_a_tensor_without_its_place_is_named(tmp_path, change, message):
 def test_a_config_of_another_model_is_refused_by_field(tmp_path, change):
     folder = write_model(tmp_path / "m", **change)
     with pytest.raises(UsageError, match=next(iter(change)) if "rope_scaling" not in change else "rope type"):
-        titan.read_config(folder)
+        titan_models.read_config(folder)
 
 
 def test_rope_theta_is_found_where_new_configs_keep_it(tmp_path):
@@ -133,7 +133,7 @@ def test_rope_theta_is_found_where_new_configs_keep_it(tmp_path):
     del config["rope_theta"]
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 123.0}
     (folder / "config.json").write_text(json.dumps(config))
-    assert titan.read_config(folder)["rope_theta"] == 123.0
+    assert titan_models.read_config(folder)["rope_theta"] == 123.0
 
 
 def test_replaying_its_own_routes_changes_nothing(tiny):
