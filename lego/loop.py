@@ -15,8 +15,10 @@ from lego import sabotage
 from lego.capture.session import CANCELLED, SIDE_REQUEST
 from lego.engine.base import Engine
 from lego.errors import GateError
-from lego.learn.advantages import group_advantages
-from lego.learn.client import StepReport, Trainer
+from lego.learn.advantages import advantages
+from lego.learn.algorithms import warnings
+from lego.learn.client import Trainer
+from lego.learn.report import StepReport
 from lego.observe.interval import Rate
 from lego.observe.outputs import Outputs
 from lego.recipe import Recipe
@@ -30,7 +32,7 @@ from lego.rollout.collect import (
     solved_and_asked,
     tasks_of_step,
 )
-from lego.rollout.credit import Credited, credit
+from lego.rollout.credit import Credited, Rules, credit
 from lego.rollout.trial import Trials
 from lego.tasks.task import TaskSet
 
@@ -58,22 +60,26 @@ class Loop:
         trainer: Trainer,
         out: Outputs,
         shared: Path,
+        first: int = 0,
     ) -> None:
-        """`shared` is a folder in shared memory where weights pass from trainer to engine."""
+        """`shared` is where weights pass from trainer to engine, `first` the steps that the trainer has behind it."""
         self.recipe, self.tasks, self.trials, self.engine, self.trainer = recipe, tasks, trials, engine, trainer
         self.out, self.shared = out, shared
         self.per_step = min(recipe.rollout.tasks_per_step, len(tasks.train))
-        self.version = 0
+        self.version = self.first = first
+        self._warned = False
         self._moved = asyncio.Condition()
 
     async def run(self) -> None:
         """Start measurement, all steps, end measurement."""
         recipe = self.recipe
+        if self.first:
+            await self._push(self.first)
         await self._measure("start")
         batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=recipe.rollout.staleness + 1)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sample_all(batches))
-            for _ in range(recipe.steps):
+            for _ in range(self.first, recipe.steps):
                 await self._learn(await batches.get())
         await self._measure("end")
 
@@ -90,7 +96,7 @@ class Loop:
 
     async def _sample_all(self, batches: "asyncio.Queue[Batch]") -> None:
         rollout = self.recipe.rollout
-        for step in range(self.recipe.steps):
+        for step in range(self.first, self.recipe.steps):
             async with self._moved:
                 await self._moved.wait_for(lambda step=step: self.version >= step - rollout.staleness)
             tasks = tasks_of_step(self.tasks.train, self.per_step, step, self.recipe.seed)
@@ -102,7 +108,7 @@ class Loop:
         run = partial(self.trials.run, version=self.version)
         done = partial(self.out.trial, step)
         trajectories = await collect(wanted, run, concurrency=self.recipe.rollout.concurrency, done=done)
-        refuse_faulty(trajectories, self.recipe.gates.max_faults)
+        refuse_faulty(trajectories, self.recipe.fidelity.max_faults)
         refuse_unscored(trajectories, self.recipe.rollout.max_unscored)
         return Batch(step=step, trajectories=trajectories, seconds=time.monotonic() - start)
 
@@ -114,22 +120,46 @@ class Loop:
         report = await self._train(batch, credited) if credited.samples else None
         trained = time.monotonic()
         if report is not None:
-            await self._push()
+            await self._push(batch.step + 1)
+            self._warn(report)
         pushed = time.monotonic()
         async with self._moved:
             self.version = batch.step + 1
             self._moved.notify_all()
         seconds = {"trials": batch.seconds, "train": trained - start, "push": pushed - trained}
         self.out.step(batch.step, batch.trajectories, credited, report, seconds)
+        every = self.recipe.checkpoints.every
+        if every and self.version % every == 0 and self.version < self.recipe.steps:
+            # The rate of the trials that these weights were made from; their own is not known yet.
+            await self.trainer.save(self.version, {"solve_rate": Rate(*solved_and_asked(batch.trajectories)).value})
+
+    def _warn(self, report: StepReport) -> None:
+        """Says once what will likely go wrong with this algorithm on segments of this length."""
+        length = report.tokens / report.segments
+        for sentence in () if self._warned else warnings(self.recipe.algorithm, mean_length=length, k3=report.k3):
+            log.warning(sentence)
+            self.out.store.event("warning", what=sentence)
+            self._warned = True
 
     def _credit(self, batch: Batch) -> Credited:
-        settings = self.recipe.credit
-        return credit(batch.trajectories, partial(group_advantages, scale=settings.scale, negative=settings.negative))
+        algorithm = self.recipe.algorithm
+        rules = Rules(
+            advantages=partial(
+                advantages,
+                baseline=algorithm.baseline,
+                scale=algorithm.scale,
+                negative=self.recipe.credit.negative,
+            ),
+            shaped=algorithm.shaped,
+            least_group=algorithm.least_group,
+            drop_flat_groups=algorithm.drop_flat_groups,
+        )
+        return credit(batch.trajectories, rules)
 
     async def _train(self, batch: Batch, credited: Credited) -> StepReport:
         self.out.view.phase(f"training on {len(credited.samples)} segments")
         newest = all(trajectory.version == self.version for trajectory in batch.trajectories)
-        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.gates, on_policy=newest)
+        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.fidelity, on_policy=newest)
 
     def _sabotaged(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         if self.recipe.sabotage == "shuffle_advantages":
@@ -138,11 +168,11 @@ class Loop:
             return sabotage.permute_replay(samples, self.recipe.seed + self.version)
         return samples
 
-    async def _push(self) -> None:
+    async def _push(self, version: int) -> None:
         self.out.view.phase("new weights to the engine")
         path = self.shared / "weights.safetensors"
         await self.trainer.export(path)
-        await self.engine.update(path, self.version + 1)
+        await self.engine.update(path, version)
         path.unlink()
 
     def _check_share(self, batch: Batch) -> None:
@@ -154,10 +184,10 @@ class Loop:
             raise GateError(f"{sampled} tokens sampled, but {trained} trainable and {excluded} excluded")
         asides = (CANCELLED, SIDE_REQUEST)
         sampled -= sum(t.fidelity.excluded.get(cause, 0) for t in batch.trajectories for cause in asides)
-        least = self.recipe.gates.min_trainable_share
+        least = self.recipe.fidelity.min_trainable_share
         if sampled and trained < least * sampled:
             causes = [dict(t.fidelity.excluded) for t in batch.trajectories if t.fidelity.excluded]
             raise GateError(
-                f"gates.min_trainable_share: {trained / sampled:.4f} of sampled tokens are trainable, "
+                f"fidelity.min_trainable_share: {trained / sampled:.4f} of sampled tokens are trainable, "
                 f"wanted {least}; first causes: {causes[:3]}"
             )

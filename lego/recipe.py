@@ -1,18 +1,20 @@
 """A recipe: everything one run needs, as frozen values. Loading one imports neither torch nor vLLM."""
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from harnesses.base import Harness
 from harnesses.known import KNOWN
 from lego.engine.vllm import VllmServer
-from lego.learn.algorithms import GRPO, GSPO, Algorithm
+from lego.learn.algorithms import ALGORITHMS, GSPO, ActorCritic, Algorithm, name_of
 from lego.learn.client import TrainerSpec
+from lego.learn.layout import model_sizes
 from lego.records import Keep, Sampling
 from lego.tasks.task import TaskSource
 from sandbox.base import Limits
@@ -27,7 +29,7 @@ class Rollout:
     """How trials are run and gathered."""
 
     group_size: int = 8
-    """Trials of one task in one step; their mean reward is the baseline."""
+    """Trials of one task in one step; what they earn is compared, unless a critic estimates it."""
     tasks_per_step: int = 16
     """Tasks visited in one step, in turn through the training tasks; all of them where there are fewer."""
     concurrency: int = 8
@@ -61,10 +63,8 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """From rewards to advantages."""
+    """From rewards to advantages, beside what the algorithm says."""
 
-    scale: Literal["none", "std"] = "none"
-    """Divide a group's centred rewards by their standard deviation, or not (Dr.GRPO)."""
     negative: float = 1.0
     """Factor on negative advantages; below 1 keeps a small policy from forgetting how to act."""
 
@@ -95,15 +95,20 @@ class Validation:
     """Trials a held-out task, at the start and at the end."""
 
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"gspo": GSPO, "grpo": GRPO}
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """When the trainer's whole state is written, and what is kept of it."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 for the one at the end only."""
+    keep_last: int = 2
+    """Newest checkpoints that stay."""
+    keep_best: int = 0
+    """Checkpoints with the best solve rates that stay beside them."""
 
 
 def _algorithm(words: list[str]) -> Algorithm:
     return ALGORITHMS[words[0]]()
-
-
-def _chosen(value: object, choices: dict[str, type]) -> list[str]:
-    return [name for name, cls in choices.items() if type(value) is cls]
 
 
 HarnessByName = Annotated[
@@ -123,8 +128,8 @@ AlgorithmByName = Annotated[
         nargs=1,
         metavar="{" + ",".join(ALGORITHMS) + "}",
         instance_from_str=_algorithm,
-        is_instance=lambda value: isinstance(value, tuple(ALGORITHMS.values())),
-        str_from_instance=lambda value: _chosen(value, ALGORITHMS),
+        is_instance=lambda value: isinstance(value, Algorithm),
+        str_from_instance=lambda value: [name_of(value)],
         choices=tuple(ALGORITHMS),
     ),
 ]
@@ -149,6 +154,8 @@ class Recipe:
     """Fetched harnesses and built tasks."""
     run_dir: Path | None = None
     """Run folder, new or empty; by default runs/<recipe>-<date>-<time>."""
+    resume: Path | None = None
+    """A trainer checkpoint to go on from, of any layout; steps are counted on from its own."""
     algorithm: AlgorithmByName = GSPO()
     """Policy loss (a name takes its defaults; set its fields in the recipe)."""
     sampling: Sampling = Sampling()
@@ -158,8 +165,9 @@ class Recipe:
     engine: VllmServer = field(default_factory=VllmServer)
     trainer: TrainerSpec = field(default_factory=TrainerSpec)
     sandbox: Bubblewrap = field(default_factory=Bubblewrap)
-    gates: Gates = Gates()
+    fidelity: Gates = Gates()
     validation: Validation = Validation()
+    checkpoints: Checkpoints = Checkpoints()
     sabotage: Sabotage = "none"
     """Break the run on purpose, to see that learning and gates are real."""
 
@@ -170,18 +178,37 @@ class Recipe:
         full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
         if not full:
             yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
-        if not (self.policy / "config.json").is_file():
+        if _config(self.policy) is None:
             yield f"policy: {self.policy} has no config.json; wanted a model folder in HF layout"
         if self.sampling.max_tokens >= self.engine.max_model_len:
             yield (
                 f"sampling.max_tokens: {self.sampling.max_tokens}, "
                 f"wanted less than engine.max_model_len {self.engine.max_model_len}"
             )
-        if self.trainer.token_budget < self.engine.max_model_len:
+        if self.trainer.over_budget == "error" and self.trainer.token_budget < self.engine.max_model_len:
             yield (
-                f"trainer.token_budget: {self.trainer.token_budget}, "
-                f"wanted at least engine.max_model_len {self.engine.max_model_len}"
+                f"trainer.token_budget: {self.trainer.token_budget}, wanted at least engine.max_model_len "
+                f"{self.engine.max_model_len}, or trainer.over_budget drop or split"
             )
+        if isinstance(self.algorithm, ActorCritic) and self.trainer.over_budget == "split":
+            yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
+        if self.resume is not None and not any(self.resume.glob("**/meta.json")):
+            yield f"resume: {self.resume}, wanted a checkpoint of the trainer, or a folder that holds some"
+        config = _config(self.policy)
+        yield from self.trainer.problems(config, self.steps)
+        if any(word.startswith("--hf-overrides") for word in self.engine.extra):
+            yield "engine.extra: --hf-overrides, which lego sets itself: the head is float32 as in the trainer"
+        if self.engine.routing and config is not None and not model_sizes(config).experts:
+            yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
+
+
+def _config(folder: Path) -> Mapping[str, Any] | None:
+    """The config.json of a model folder; None where there is none that can be read."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _chat_problems(chat: Chat) -> Iterator[str]:
@@ -200,7 +227,10 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
     rollout, credit, sampling = recipe.rollout, recipe.credit, recipe.sampling
     least = {
         "steps": (recipe.steps, 1),
-        "rollout.group_size": (rollout.group_size, 2),
+        "rollout.group_size": (rollout.group_size, recipe.algorithm.least_group),
+        "checkpoints.every": (recipe.checkpoints.every, 0),
+        "checkpoints.keep_last": (recipe.checkpoints.keep_last, 1),
+        "checkpoints.keep_best": (recipe.checkpoints.keep_best, 0),
         "rollout.tasks_per_step": (rollout.tasks_per_step, 1),
         "rollout.concurrency": (rollout.concurrency, 1),
         "rollout.max_turns": (rollout.max_turns, 1),
@@ -216,13 +246,13 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
     }
     for name, (value, low) in least.items():
         if value < low:
-            yield f"{name}: {value}, wanted {low} or more"
+            why = f" for {name_of(recipe.algorithm)}" if name == "rollout.group_size" else ""
+            yield f"{name}: {value}, wanted {low} or more{why}"
     for name, value in {
         "sampling.temperature": sampling.temperature,
         "rollout.harness_timeout_s": rollout.harness_timeout_s,
         "rollout.limits.memory_gib": rollout.limits.memory_gib,
         "rollout.limits.cpus": rollout.limits.cpus,
-        "trainer.lr": recipe.trainer.lr,
     }.items():
         if not 0 < value < math.inf:
             yield f"{name}: {value}, wanted more than 0 and finite"
@@ -235,17 +265,17 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         yield f"sampling.temperature: {sampling.temperature}, wanted {MAX_TEMPERATURE} or less (vLLM)"
     if not 0 <= rollout.max_unscored <= 1:
         yield f"rollout.max_unscored: {rollout.max_unscored}, wanted 0 to 1"
-    gates = recipe.gates
+    gates = recipe.fidelity
     for name, value in {
-        "gates.min_pearson": gates.min_pearson,
-        "gates.min_routing_coverage": gates.min_routing_coverage,
-        "gates.min_trainable_share": gates.min_trainable_share,
-        "gates.max_faults": gates.max_faults,
+        "fidelity.min_pearson": gates.min_pearson,
+        "fidelity.min_routing_coverage": gates.min_routing_coverage,
+        "fidelity.min_trainable_share": gates.min_trainable_share,
+        "fidelity.max_faults": gates.max_faults,
     }.items():
         if not 0 <= value <= 1:
             yield f"{name}: {value}, wanted 0 to 1"
     if not 0 <= gates.max_k3 < math.inf:
-        yield f"gates.max_k3: {gates.max_k3}, wanted 0 or more and finite"
+        yield f"fidelity.max_k3: {gates.max_k3}, wanted 0 or more and finite"
     if not 0 <= recipe.engine.port <= 65535:
         yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:

@@ -145,13 +145,20 @@ class Segment:
         """The first `length` tokens, in all fields alike; ValueError unless there are so many."""
         if not 1 <= length <= len(self.ids_T):
             raise ValueError(f"cut to {length} of {len(self.ids_T)} ids")
+        return self.window(0, length)
+
+    def window(self, start: int, stop: int) -> "Segment":
+        """Tokens [start, stop), in all fields alike; ValueError unless they lie in the segment."""
+        if not 0 <= start < stop <= len(self.ids_T):
+            raise ValueError(f"window [{start}, {stop}) of {len(self.ids_T)} ids")
+        rows = slice(start, stop)
         return Segment(
-            ids_T=self.ids_T[:length],
-            mask_T=self.mask_T[:length],
-            logprobs_T=self.logprobs_T[:length],
-            versions_T=self.versions_T[:length],
-            routing_TLK=None if self.routing_TLK is None else self.routing_TLK[:length],
-            routed_T=self.routed_T[:length],
+            ids_T=self.ids_T[rows],
+            mask_T=self.mask_T[rows],
+            logprobs_T=self.logprobs_T[rows],
+            versions_T=self.versions_T[rows],
+            routing_TLK=None if self.routing_TLK is None else self.routing_TLK[rows],
+            routed_T=self.routed_T[rows],
         )
 
 
@@ -203,3 +210,15 @@ class Sample:
     """The trial's reward, for algorithms that estimate advantages token by token."""
     trial: str = ""
     """`task/attempt`, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How many values lie between neighbouring edges; the first and the last count are of those beyond."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.edges) + 1:
+            raise ValueError(f"{len(self.counts)} counts for {len(self.edges)} edges, wanted one more than edges")

@@ -18,6 +18,7 @@ from lego.cli import described, first_expected
 from lego.engine.base import Engine
 from lego.engine.folder import read_model_folder
 from lego.errors import UsageError
+from lego.learn.checkpoint_folder import Keep
 from lego.learn.client import Trainer
 from lego.loop import Loop
 from lego.observe.account import SPLITS, Account
@@ -80,8 +81,6 @@ def _ready(recipe: Recipe) -> Ready:
     if shutil.which("git") is None:
         raise UsageError("git is not installed; the patches of trials are made with it")
     experts = read_model_folder(recipe.policy).experts
-    if experts % recipe.trainer.world_size:
-        raise UsageError(f"trainer.world_size: {recipe.trainer.world_size}, wanted a divisor of the {experts} experts")
     return Ready(
         mounts=recipe.harness.mounts(recipe.cache.expanduser()),
         capabilities=recipe.sandbox.probe(),
@@ -108,14 +107,19 @@ async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shar
                 folder,
                 recipe.algorithm,
                 temperature=recipe.sampling.temperature,
+                steps=recipe.steps,
+                keep=Keep(last=recipe.checkpoints.keep_last, best=recipe.checkpoints.keep_best),
                 shared=shared,
             ),
         ) as (engine, trainer),
         _proxy(recipe, ready, engine).open() as proxy,
     ):
         trials = _trials(recipe, ready, proxy, folder)
-        await Loop(recipe, tasks, trials, engine, trainer, out, shared).run()
-        await _keep(trainer, out.view, folder)
+        first = await trainer.load(recipe.resume) if recipe.resume else 0
+        if first >= recipe.steps:
+            raise UsageError(f"steps: {recipe.steps}, but {recipe.resume} has {first} behind it; wanted more")
+        await Loop(recipe, tasks, trials, engine, trainer, out, shared, first).run()
+        await _keep(trainer, recipe.steps, out.view, folder)
 
 
 def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
@@ -123,7 +127,7 @@ def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
         context_tokens=recipe.engine.max_model_len,
         max_turns=recipe.rollout.max_turns,
         max_sampled=recipe.rollout.max_trial_tokens,
-        experts=ready.experts if ready.experts and recipe.engine.routing else None,
+        experts=ready.experts if ready.experts and recipe.engine.routing is not False else None,
     )
     return Proxy(engine=engine, renderer=ready.renderer, sampling=recipe.sampling, limits=limits)
 
@@ -143,11 +147,12 @@ def _trials(recipe: Recipe, ready: Ready, proxy: Proxy, folder: Path) -> Trials:
     )
 
 
-async def _keep(trainer: Trainer, view: View, folder: Path) -> None:
+async def _keep(trainer: Trainer, step: int, view: View, folder: Path) -> None:
     """The whole training state, and the policy alone for everyone else."""
     view.phase("checkpoint and export")
-    await trainer.save(folder / "checkpoint")
+    await trainer.save(step, {})
     await trainer.save_hf(folder / "policy")
+    await trainer.saved()
 
 
 def _report(view: View, folder: Path, account: Account) -> None:

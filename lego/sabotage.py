@@ -10,10 +10,10 @@ from lego.records import Sample
 
 
 def shuffle_advantages(samples: Sequence[Sample], seed: int) -> tuple[Sample, ...]:
-    """The same advantages, handed to other samples: nothing can be learned from them."""
-    advantages = [sample.advantage for sample in samples]
-    random.Random(seed).shuffle(advantages)
-    return tuple(replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True))
+    """The same advantages and rewards, handed to other samples: nothing can be learned from them."""
+    earned = [(sample.advantage, sample.reward) for sample in samples]
+    random.Random(seed).shuffle(earned)
+    return tuple(replace(s, advantage=a, reward=r) for s, (a, r) in zip(samples, earned, strict=True))
 
 
 def permute_replay(samples: Sequence[Sample], seed: int) -> tuple[Sample, ...]:

@@ -28,9 +28,10 @@ recipe = Recipe(
     other_harnesses=(Pi(instructions="You fix bugs.", tools=("bash",)),),
     steps=5,
     # One update a batch: the ratio is 1 and the clip never bites, which is what so small a policy wants.
-    algorithm=GSPO(),
+    # No division by the group's spread, which would make tasks that are nearly always or never solved the loudest.
+    algorithm=GSPO(scale="none"),
     # Full weight on failures makes a policy of this size forget how to act at all.
-    credit=Credit(scale="none", negative=0.3),
+    credit=Credit(negative=0.3),
     sampling=Sampling(temperature=1.0, max_tokens=96),
     # Every step visits every training task, so step 0 is also the start measurement.
     rollout=Rollout(group_size=8, tasks_per_step=24, concurrency=6, max_turns=5, harness_timeout_s=60.0),

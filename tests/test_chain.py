@@ -59,7 +59,7 @@ async def test_two_real_steps_train_on_exactly_what_was_sampled_and_learn(tmp_pa
     assert any(t["patch"] for t in trials)
     assert [m["step"] for m in lines(tmp_path / "run/metrics.jsonl")] == [0, 1]
     assert list((tmp_path / "run/tensorboard").iterdir())
-    assert (tmp_path / "run/checkpoint").is_dir()
+    assert (tmp_path / "run/checkpoints/step-000002/meta.json").is_file()
     trained, first = tmp_path / "run/policy/model.safetensors", load_recipe(ROOT / "recipes/demo.py").policy
     assert trained.read_bytes() != (first / "model.safetensors").read_bytes()
 

@@ -16,7 +16,7 @@ ONE_FILE = {
     "rich": {"lego/observe/terminal.py"},
     "tensorboard": {"lego/observe/tensorboard.py"},
     "psutil": {"lego/observe/memory.py"},
-    "torchtitan": {"lego/learn/titan.py", "lego/learn/titan_models.py", "lego/learn/titan_cpu.py"},
+    "torchtitan": {str(p.relative_to(ROOT)) for p in (ROOT / "lego/learn").glob("titan*.py")},
 }
 
 

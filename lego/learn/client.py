@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,16 +19,20 @@ import zmq.asyncio
 from lego.child import Child
 from lego.errors import GateError, TrainerError, UsageError
 from lego.learn import packing
-from lego.learn.algorithms import GSPO, Algorithm
+from lego.learn.algorithms import GSPO, Algorithm, name_of
+from lego.learn.checkpoint_folder import Keep, find
+from lego.learn.layout import MODEL_TYPES, Layout, layout_problems, model_sizes
+from lego.learn.ranks import Ranks
+from lego.learn.report import StepReport, Worst
+from lego.learn.schedule import Schedule
 from lego.records import Sample
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-LOG_LINES = 30
 STOP_S = 10.0
-WATCHDOG = "Timeout ("
-"""What a rank writes when it ends itself for lack of progress."""
+ROUNDS = 64
+"""Rounds of micro-batches that the cost of a document is fitted to."""
 # Threads that spin while they wait for each other take the cores from those they wait for: 5x slower on a busy machine.
 THREADING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -46,53 +49,17 @@ class Gates(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one optimizer step found; sums are over all ranks."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    """Trained (sampled) tokens."""
-    fed: int
-    """Tokens that passed the network."""
-    segments: int
-    micro_batches: int
-    """Of each rank."""
-    pearson: float
-    """Correlation of sampled and trainer probabilities on trained tokens."""
-    max_logprob_difference: float
-    max_probability_difference: float
-    k3: float
-    ratio_mean: float
-    clip_fraction: float
-    entropy: float
-    ess: float
-    """Effective share of the tokens under their ratios, 0 to 1."""
-    rows_needed: int
-    """MoE layers x fed tokens."""
-    rows_replayed: int
-    rows_live: int
-    peak_rss_gib: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def routing_coverage(self) -> float:
-        """Share of the needed routing rows that were replayed."""
-        return self.rows_replayed / self.rows_needed
-
-    def metrics(self) -> dict[str, float]:
-        """Its numbers by metric name."""
-        numbers = {f"train/{k}": float(v) for k, v in asdict(self).items() if k != "seconds"}
-        phases = {f"seconds/train_{k}": v for k, v in self.seconds.items()}
-        return numbers | phases | {"train/routing_coverage": self.routing_coverage}
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerSpec:
     """torchtitan ranks that train the policy."""
 
     lr: float = 1e-6
     """Learning rate of AdamW."""
+    lr_warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on from there, to `lr_min_share` of itself at the last step."""
+    lr_min_share: float = 0.0
+    """Share of the learning rate that a decay ends at."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     weight_decay: float = 0.0
@@ -100,11 +67,21 @@ class TrainerSpec:
     grad_clip: float = 1.0
     """Largest global gradient norm; larger ones are scaled down."""
     world_size: int = 1
-    """Trainer ranks: processes, one a GPU where there are GPUs."""
+    """Trainer ranks: processes, one a GPU where there are GPUs. FSDP2 shards over those that nothing else takes."""
+    replicate: int = 1
+    """Copies of the sharded weights (HSDP); divides world_size."""
     expert_parallel: int = 1
     """Ranks over which the experts are spread; divides world_size."""
+    tensor_parallel: int = 1
+    """Ranks over which each matrix is spread; divides world_size and the key-value heads."""
+    context_parallel: int = 1
+    """Ranks over which a sequence is spread; only 1: torchtitan 0.3 has it for no packed (varlen) attention."""
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer state wait in CPU memory; slower, and smaller on the GPU."""
     token_budget: int = 8192
-    """Tokens of one micro-batch of one rank; the longest trainable segment."""
+    """Tokens of one micro-batch of one rank; the longest segment that is trained whole."""
+    over_budget: Literal["error", "drop", "split"] = "error"
+    """A longer segment stops the run, is left out and counted, or is trained in pieces whose context is cut."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation; master weights are float32."""
     export_dtype: Literal["float32", "bfloat16"] | None = None
@@ -118,16 +95,48 @@ class TrainerSpec:
     start_timeout_s: float = 300.0
     """Time for all ranks to load the model."""
 
-    def __post_init__(self) -> None:
+    @property
+    def layout(self) -> Layout:
+        """How the ranks share the model."""
+        return Layout(
+            world_size=self.world_size,
+            replicate=self.replicate,
+            expert_parallel=self.expert_parallel,
+            tensor_parallel=self.tensor_parallel,
+            dtype=self.dtype,
+            max_length=self.token_budget,
+            checkpointing=self.activation_checkpointing,
+            offload=self.cpu_offload,
+            stall_s=self.stall_s,
+        )
+
+    def schedule(self, steps: int | None) -> Schedule:
+        """The learning rate over a run of so many steps."""
+        return Schedule(
+            warmup_steps=self.lr_warmup_steps, decay=self.lr_decay, min_share=self.lr_min_share, steps=steps
+        )
+
+    def problems(self, config: Mapping[str, Any] | None, steps: int | None) -> Iterator[str]:
+        """Each thing that cannot be, with a model of this config.json if it is known, as `field: value, wanted`."""
         if not self.lr > 0:
-            raise ValueError(f"trainer.lr: {self.lr}, wanted more than 0")
-        for name in ("world_size", "expert_parallel", "token_budget", "threads"):
+            yield f"trainer.lr: {self.lr}, wanted more than 0"
+        for name in ("token_budget", "threads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name}: {getattr(self, name)}, wanted 1 or more")
-        if self.world_size % self.expert_parallel:
-            raise ValueError(
-                f"trainer.expert_parallel: {self.expert_parallel}, wanted a divisor of world_size={self.world_size}"
+                yield f"trainer.{name}: {getattr(self, name)}, wanted 1 or more"
+        if self.context_parallel != 1:
+            yield (
+                f"trainer.context_parallel: {self.context_parallel}, wanted 1: torchtitan 0.3 spreads no sequence of "
+                "packed (varlen) attention or of Qwen3.5 over ranks; tensor_parallel spreads activations too"
             )
+        try:
+            self.schedule(steps)
+        except ValueError as error:
+            yield f"trainer.{error}"
+        if config is not None and config.get("model_type") not in MODEL_TYPES:
+            yield f"policy: model_type {config.get('model_type')!r}, wanted one of {', '.join(MODEL_TYPES)}"
+        elif config is not None:
+            for problem in layout_problems(self.layout, model_sizes(config)):
+                yield f"trainer.{problem}"
 
     @asynccontextmanager
     async def open(
@@ -137,21 +146,31 @@ class TrainerSpec:
         algorithm: Algorithm | None = None,
         *,
         temperature: float = 1.0,
+        steps: int | None = None,
+        keep: Keep | None = None,
         shared: Path | None = None,
     ) -> "AsyncIterator[Trainer]":
         """Starts the ranks on a model folder; logs go to `run`/trainer. The ranks end with the block, or the driver.
 
-        Batches pass through a new folder in `shared`, by default the machine's shared memory.
+        Batches pass through a new folder in `shared`, by default the machine's shared memory; checkpoints go to
+        `run`/checkpoints, where `keep` says which stay. `steps` are those of the whole run, for the learning rate.
 
-        `temperature` is the one all tokens were sampled at. Raises UsageError if there is no model, TrainerError
-        if a rank fails.
+        `temperature` is the one all tokens were sampled at. Raises UsageError for a model that is not there or that
+        this layout does not fit, before any process starts; TrainerError if a rank fails.
         """
         _check_model(model)
+        problems = list(self.problems(json.loads((model / "config.json").read_text()), steps))
+        if problems:
+            raise UsageError("\n".join(problems))
         logs = run / "trainer"
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "failure.json").unlink(missing_ok=True)
         with _wire_folder(shared) as wire:
-            async with _opened(self, model, logs, wire, algorithm or GSPO(), temperature) as trainer:
+            settings = _settings(self, model, run, wire, algorithm or GSPO()) | {
+                "schedule": asdict(self.schedule(steps)),
+                "keep": asdict(keep or Keep()),
+            }
+            async with _opened(self, settings, logs, wire, temperature) as trainer:
                 yield trainer
 
 
@@ -173,39 +192,36 @@ def _check_model(model: Path) -> None:
         raise UsageError(f"policy: {model} has no .safetensors file; wanted a model folder in HF layout")
 
 
-def _settings(spec: TrainerSpec, model: Path, shared: Path, algorithm: Algorithm) -> dict[str, Any]:
+def _settings(spec: TrainerSpec, model: Path, run: Path, shared: Path, algorithm: Algorithm) -> dict[str, Any]:
+    """What `worker.Settings` reads, but its schedule and what is kept."""
     return {
         "control": f"ipc://{shared / 'control'}",
         "progress": str(shared / "progress.{rank}"),
         "model": str(model.resolve()),
-        "world_size": spec.world_size,
-        "expert_parallel": spec.expert_parallel,
-        "dtype": spec.dtype,
+        "layout": asdict(spec.layout),
         "export_dtype": spec.export_dtype or spec.dtype,
-        "token_budget": spec.token_budget,
-        "checkpointing": spec.activation_checkpointing,
-        "stall_s": spec.stall_s,
         "lr": spec.lr,
         "betas": spec.betas,
         "weight_decay": spec.weight_decay,
         "grad_clip": spec.grad_clip,
-        "algorithm": type(algorithm).__name__,
-        "algorithm_fields": asdict(algorithm),
+        "algorithm_name": name_of(algorithm),
+        "algorithm": asdict(algorithm),
+        "checkpoints": str((run / "checkpoints").resolve()),
     }
 
 
 @asynccontextmanager
 async def _opened(
-    spec: TrainerSpec, model: Path, logs: Path, shared: Path, algorithm: Algorithm, temperature: float
+    spec: TrainerSpec, settings: Mapping[str, Any], logs: Path, shared: Path, temperature: float
 ) -> "AsyncIterator[Trainer]":
-    values, path = _settings(spec, model, shared, algorithm), shared / "settings.json"
-    path.write_text(json.dumps(values))
+    path = shared / "settings.json"
+    path.write_text(json.dumps(settings))
     threads = max(1, spec.threads // spec.world_size)
     env = dict(os.environ) | THREADING | {"OMP_NUM_THREADS": str(threads)}
     argv = [sys.executable, "-m", "lego.learn.launch", str(spec.world_size), str(logs), str(path)]
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(values["control"])
+        socket.bind(settings["control"])
         async with Child(argv, env=env, log=logs / "launch.log", grace_s=5.0) as child:
             trainer = Trainer(spec, child, socket, logs, shared, temperature)
             await trainer.ready()
@@ -225,9 +241,13 @@ class Trainer:
         shared: Path,
         temperature: float,
     ) -> None:
-        self.spec, self.logs, self.shared, self.temperature = spec, logs, shared, temperature
+        self.spec, self.shared, self.temperature = spec, shared, temperature
+        self._ranks = Ranks(logs=logs, shared=shared, count=spec.world_size, stall_s=spec.stall_s)
         self._child, self._socket = child, socket
         self._busy = asyncio.Lock()
+        self._cost: packing.Cost | None = None
+        self._seen: list[tuple[Sequence[int], float]] = []
+        self._stepped = False
         self._broken = False
 
     @property
@@ -251,46 +271,77 @@ class Trainer:
 
         The gates are checked before the optimizer moves: routing coverage always, agreement of probabilities only
         if `on_policy`, that is if all tokens were sampled by the weights now held. Raises GateError if one is
-        breached, and then nothing was stepped; ValueError for samples that cannot be packed.
+        breached, and then nothing was stepped; TrainerError for samples that cannot be packed.
         """
         path = self.shared / "batch.safetensors"
-        batch = await asyncio.to_thread(self._pack, samples, path)
+        try:
+            batch = await asyncio.to_thread(self._pack, samples, path)
+        except ValueError as error:
+            raise TrainerError(f"the batch cannot be packed: {error}") from error
         try:
             answer = await self._command("step", batch=str(path), gates=_thresholds(gates, on_policy))
         finally:
             path.unlink(missing_ok=True)
+        self._learn_cost(batch, answer.pop("part_seconds"))
+        worst = _worst(answer.pop("worst"), samples)
         breach = answer.pop("breach")
         if breach is not None:
-            raise GateError(f"{breach}; the optimizer did not step")
+            raise GateError(f"{breach}; worst: {worst}; the optimizer did not step")
         seconds = answer.pop("seconds") | {"wall": answer.pop("wall_s")}
+        answer["log_ratio_counts"] = tuple(answer["log_ratio_counts"])
         return StepReport(
             **answer,
             fed=batch.fed,
             segments=batch.segments,
             micro_batches=len(batch.ranks[0]),
+            dropped=len(batch.dropped),
+            split_tokens=batch.split_tokens,
+            worst=worst,
             seconds=seconds,
         )
 
     def _pack(self, samples: Sequence[Sample], path: Path) -> packing.Batch:
+        spec = self.spec
         batch = packing.pack(
-            samples, ranks=self.spec.world_size, token_budget=self.spec.token_budget, temperature=self.temperature
+            samples,
+            ranks=spec.layout.data_ranks,
+            token_budget=spec.token_budget,
+            temperature=self.temperature,
+            over_budget=spec.over_budget,
+            multiple_of=spec.tensor_parallel,
+            cost=self._cost,
         )
+        for lost in batch.dropped:
+            log.warning("sample %d of %s is not trained on: %s (%d tokens)", *vars(lost).values())
         packing.write(batch, path)
         return batch
+
+    def _learn_cost(self, batch: packing.Batch, seconds: Sequence[float]) -> None:
+        """Fits what documents cost to the last rounds; each lasts as long as its dearest micro-batch."""
+        cost = self._cost or packing.Cost()
+        rounds = [[part.documents for part in parts] for parts in zip(*batch.ranks, strict=True)]
+        seen = [(max(parts, key=cost.seconds), took) for parts, took in zip(rounds, seconds, strict=True)]
+        # The first step is slower for reasons that have nothing to do with its documents.
+        if self._stepped:
+            self._seen = [*self._seen, *seen][-ROUNDS:]
+            self._cost = packing.Cost.fit(self._seen)
+        self._stepped = True
 
     async def export(self, path: Path) -> None:
         """Writes all weights as one safetensors file with HF names; it appears complete or not at all."""
         await self._command("export", path=str(path))
 
-    async def save(self, folder: Path) -> None:
-        """Writes a distributed checkpoint: weights and optimizer state."""
-        await self._command("save", folder=str(folder))
+    async def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Begins to write the checkpoint of a step, all weights and optimizer state; training may go on meanwhile."""
+        await self._command("save", step=step, metrics=dict(metrics))
 
-    async def load(self, folder: Path) -> None:
-        """Continues from a checkpoint, written by any number of ranks."""
-        if not (folder / ".metadata").is_file():
-            raise UsageError(f"{folder}: no trainer checkpoint here")
-        await self._command("load", folder=str(folder))
+    async def saved(self) -> None:
+        """Waits until the checkpoint in flight is whole. Raises TrainerError if it could not be written."""
+        await self._command("saved")
+
+    async def load(self, folder: Path) -> int:
+        """Goes on from a checkpoint, or the newest in a folder, written by any number of ranks; returns its step."""
+        return (await self._command("load", folder=str(find(folder).resolve())))["step"]
 
     async def save_hf(self, folder: Path) -> None:
         """Writes a whole HF model folder, with the config and tokenizer of the one it began with."""
@@ -308,7 +359,7 @@ class Trainer:
     async def _command(self, op: str, **args: Any) -> dict[str, Any]:
         async with self._busy:
             if self._child.status() is not None:
-                raise self._failure()
+                raise self._ranks.failure(self._child.status(), self._child.tail())
             if self._broken:
                 raise TrainerError("an earlier command failed or was cut short; open the trainer again")
             self._broken = True
@@ -325,55 +376,20 @@ class Trainer:
             while not answer.done():
                 await asyncio.wait((answer, ended), timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done() and ended.done():
-                    raise self._failure()
-                if not answer.done() and self._overdue():
-                    raise self._stuck()
+                    raise self._ranks.failure(self._child.status(), self._child.tail())
+                if not answer.done() and self._ranks.overdue():
+                    raise self._ranks.stuck()
             return json.loads(answer.result())
         finally:
             answer.cancel()
             ended.cancel()
 
-    def _progress(self) -> dict[int, tuple[int, float]]:
-        """Of each rank that lives: how many steps of work it began, and when (monotonic) the next is due."""
-        found = {}
-        for rank in range(self.spec.world_size):
-            path = self.shared / f"progress.{rank}"
-            words = path.read_text().split() if path.exists() else []
-            found |= {rank: (int(words[0]), float(words[1]))} if len(words) == 2 else {}
-        return found
 
-    def _overdue(self) -> bool:
-        return any(due < time.monotonic() for _, due in self._progress().values())
-
-    def _stuck(self) -> TrainerError:
-        """The rank that is furthest behind; of those level with it, one that does not just wait for others."""
-        counts = {rank: count for rank, (count, _) in self._progress().items()}
-        level = [rank for rank, count in counts.items() if count == min(counts.values())]
-        tails = {rank: self._tail(rank) for rank in level}
-        rank = next((r for r in level if "/torch/" not in _innermost(tails[r])), level[0])
-        return TrainerError(
-            f"trainer rank {rank} failed: no progress in time (stall_s={self.spec.stall_s:g})\n{tails[rank]}"
-        )
-
-    def _failure(self) -> Exception:
-        """What stopped the ranks: the first cause, and the last lines its rank wrote."""
-        path = self.logs / "failure.json"
-        if not path.is_file():
-            return TrainerError(
-                f"the trainer's launcher ended with status {self._child.status()}\n{self._child.tail()}"
-            )
-        failure = json.loads(path.read_text())
-        rank, what = failure["rank"], failure["what"]
-        if WATCHDOG in self._tail(rank):
-            return self._stuck()
-        if what.startswith("UsageError: "):
-            return UsageError(what.removeprefix("UsageError: ").rpartition(" (exit")[0])
-        return TrainerError(f"trainer rank {rank} failed: {what}\n{self._tail(rank)}")
-
-    def _tail(self, rank: int) -> str:
-        logs = sorted(self.logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
-        text = logs[-1].read_text(errors="replace") if logs else ""
-        return "\n".join(text.splitlines()[-LOG_LINES:])
+def _worst(token: Mapping[str, Any] | None, samples: Sequence[Sample]) -> Worst | None:
+    if token is None:
+        return None
+    values = dict(token)
+    return Worst(trial=samples[values.pop("sample")].trial, token=values.pop("place"), **values)
 
 
 def _thresholds(gates: Gates | None, on_policy: bool) -> dict[str, float]:
@@ -381,9 +397,3 @@ def _thresholds(gates: Gates | None, on_policy: bool) -> dict[str, float]:
         return {}
     agreement = {"min_pearson": gates.min_pearson, "max_k3": gates.max_k3} if on_policy else {}
     return agreement | {"min_routing_coverage": gates.min_routing_coverage}
-
-
-def _innermost(tail: str) -> str:
-    """The innermost frame of the last stack in a log, the main thread's; nothing if no stack was written."""
-    _, found, stack = tail.rpartition("(most recent call first):\n")
-    return stack.partition("\n")[0] if found else ""

@@ -1,12 +1,15 @@
 """Samples to packed micro-batches of every rank, and the file that carries them there.
 
 A segment is fed up to, and without, its last sampled token: input row i predicts token i + 1, so every
-fed token has a routing row and nothing after the last trained token is computed.
+fed token has a routing row and nothing after the last trained token is computed. What is trained, counted
+and weighed follows from the segment's mask alone.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +23,19 @@ PADDING = -2
 
 Array = NDArray[np.generic]
 
+OverBudget = Literal["drop", "split", "error"]
+"""What becomes of a sample that feeds more tokens than a micro-batch holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """One packed row. Axes: T input tokens, R trained tokens, S segments.
 
-    `positions_T` restart at 0 with each segment. Input row `rows_R` predicts `labels_R`, sampled with
-    `sampled_R` at `temperature_R`, of segment `segment_R`. `routing_TLK` holds -1 where nothing was recorded
-    (and -2 on padding); K is 0 in a batch without any routing. `advantage_S` and `weight_S` are the samples'.
+    `positions_T` restart at 0 with each segment, and with the padding that may stand at the end. Input row `rows_R`
+    predicts `labels_R`, sampled with `sampled_R` at `temperature_R`: token `token_R` of the segment that sample
+    `sample_S[segment_R]` of the packed list came with. `length_S` counts its tokens here. `routing_TLK` holds -1 where
+    nothing was recorded and -2 on padding; K is 0 in a batch without any routing. `advantage_S`, `weight_S` and
+    `reward_S` are the samples'.
     """
 
     ids_T: Array
@@ -37,34 +45,104 @@ class MicroBatch:
     labels_R: Array
     sampled_R: Array
     temperature_R: Array
+    token_R: Array
     segment_R: Array
+    sample_S: Array
+    length_S: Array
     advantage_S: Array
     weight_S: Array
+    reward_S: Array
 
     @property
     def tokens(self) -> int:
-        """Fed tokens, padding not counted."""
-        return 0 if self.empty else len(self.ids_T)
+        """Fed tokens, padding not counted; they come first."""
+        return int(self.length_S.sum())
 
     @property
     def empty(self) -> bool:
-        """Whether this only keeps a rank in step with the others: one padding token, no loss."""
-        return len(self.advantage_S) == 0
+        """Whether this only keeps a rank in step with the others: padding and no loss."""
+        return len(self.length_S) == 0
+
+    @property
+    def documents(self) -> list[int]:
+        """Lengths of what attends to itself alone: the segments, then the padding if there is any."""
+        padding = len(self.ids_T) - self.tokens
+        return [*self.length_S.tolist(), *([padding] if padding else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A sample that is not trained on. `sample` is its index, `tokens` what it would have fed."""
+
+    sample: int
+    trial: str
+    reason: str
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one optimizer step sees: the same number of micro-batches for every rank, and the step's totals."""
+    """What one optimizer step sees: the same number of micro-batches for every rank, and the step's totals.
+
+    `segments` counts each piece of a split one; `split_tokens` are trained tokens whose context was cut.
+    """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     trained: int
     weight: float
     segments: int
+    dropped: tuple[Dropped, ...]
+    split_tokens: int
 
     @property
     def fed(self) -> int:
-        """Tokens that pass the network."""
+        """Tokens that pass the network, padding not counted."""
         return sum(m.tokens for row in self.ranks for m in row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of a document of n tokens: linear * n + quadratic * n^2, the square for its attention."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def seconds(self, documents: Sequence[int]) -> float:
+        """Of all documents of a micro-batch."""
+        n = np.asarray(documents, np.float64)
+        return float(self.linear * n.sum() + self.quadratic * n @ n)
+
+    @classmethod
+    def fit(cls, observations: Sequence[tuple[Sequence[int], float]]) -> "Cost":
+        """Least squares, neither part negative, over (documents of a micro-batch, its seconds).
+
+        Raises ValueError without a token or without a second.
+        """
+        sums = np.array([[np.sum(n), np.square(n, dtype=np.float64).sum()] for n, _ in observations], np.float64)
+        seconds = np.array([s for _, s in observations], np.float64)
+        if not sums.any() or not seconds.sum() > 0:
+            raise ValueError(f"{len(observations)} observations without a token or a second: no cost to fit")
+        scale = sums.max(0)
+        both = np.linalg.lstsq(sums / scale, seconds, rcond=None)[0]
+        alone = np.diag((sums / scale * seconds[:, None]).sum(0) / np.square(sums / scale).sum(0))
+        found = [x for x in (both, *alone) if (x >= 0).all()]
+        linear, quadratic = min(found, key=lambda x: np.square(sums / scale @ x - seconds).sum()) / scale
+        return cls(linear=float(linear), quadratic=float(quadratic))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """What is packed of sample `index`: its segment from token `start` on, and its share of the weight."""
+
+    index: int
+    sample: Sample
+    segment: Segment
+    start: int
+    weight: float
+
+    @property
+    def length(self) -> int:
+        return fed_length(self.segment)
 
 
 def fed_length(segment: Segment) -> int:
@@ -73,110 +151,160 @@ def fed_length(segment: Segment) -> int:
     return int(sampled[-1]) if len(sampled) else 0
 
 
-def pack(samples: Sequence[Sample], *, ranks: int, token_budget: int, temperature: float = 1.0) -> Batch:
-    """Packs samples into micro-batches of at most `token_budget` fed tokens, balanced over `ranks`.
+def pack(
+    samples: Sequence[Sample],
+    *,
+    ranks: int,
+    token_budget: int,
+    temperature: float = 1.0,
+    over_budget: OverBudget = "error",
+    multiple_of: int = 1,
+    cost: Cost | None = None,
+) -> Batch:
+    """Packs samples into micro-batches of at most `token_budget` tokens, balanced over `ranks` by `cost`.
 
-    Samples without a sampled token are left out. Raises ValueError for one longer than the budget, for one
-    whose first token is sampled (nothing predicts it), or if nothing is left to train on.
+    Each micro-batch is padded to a multiple of `multiple_of` tokens. Samples without a sampled token are dropped.
+    One that feeds more tokens than the budget is dropped too, refused, or split into pieces that share its weight
+    by their trained tokens. The first piece is the segment's beginning; each later one trains at most half a budget
+    of tokens behind as much context as fits, at least half a budget. That context is cut, so the log-probabilities
+    of its tokens are not those that the sampler saw: they are off-policy by construction, and `split_tokens`
+    counts them. A ratio or an advantage over a whole sequence sees a piece at a time.
+
+    Without a cost, tokens are balanced. Raises ValueError for a sample over the budget where that is an error, for
+    one whose first token is sampled (nothing predicts it), if nothing is left to train on, or if the budget is no
+    multiple of `multiple_of`.
     """
-    for index, sample in enumerate(samples):
-        _check(index, sample, token_budget)
-    kept = sorted((s for s in samples if fed_length(s.segment)), key=lambda s: -fed_length(s.segment))
-    if not kept:
-        raise ValueError(f"none of {len(samples)} samples has a sampled token: nothing to train on")
-    bins = _bins([fed_length(s.segment) for s in kept], ranks, token_budget)
-    shape = next((s.segment.routing_TLK.shape[1:] for s in kept if s.segment.routing_TLK is not None), (0, 0))
-    packed = [_micro_batch([kept[i] for i in members], temperature, shape) for members in bins]
+    if token_budget % multiple_of:
+        raise ValueError(f"token_budget={token_budget} is no multiple of {multiple_of}")
+    cut = [_pieces(index, sample, token_budget, over_budget) for index, sample in enumerate(samples)]
+    dropped = tuple(d for d in cut if isinstance(d, Dropped))
+    pieces = [p for made in cut if not isinstance(made, Dropped) for p in made]
+    if not pieces:
+        reasons = ", ".join(f"{n} with {reason}" for reason, n in Counter(d.reason for d in dropped).items())
+        raise ValueError(f"nothing to train on in {len(samples)} samples: {reasons}")
+    pieces.sort(key=lambda p: -p.length)
+    shape = next((p.segment.routing_TLK.shape[1:] for p in pieces if p.segment.routing_TLK is not None), (0, 0))
+    bins = _bins([p.length for p in pieces], ranks, token_budget, cost or Cost())
+    packed = [_micro_batch([pieces[i] for i in members], temperature, shape, multiple_of) for members in bins]
     return Batch(
         ranks=tuple(tuple(packed[rank::ranks]) for rank in range(ranks)),
-        trained=sum(int(s.segment.mask_T.sum()) for s in kept),
-        weight=float(sum(s.weight for s in kept)),
-        segments=len(kept),
+        trained=sum(int(p.segment.mask_T.sum()) for p in pieces),
+        weight=float(sum(p.weight for p in pieces)),
+        segments=len(pieces),
+        dropped=dropped,
+        split_tokens=sum(int(p.segment.mask_T.sum()) for p in pieces if p.start),
     )
 
 
-def _check(index: int, sample: Sample, budget: int) -> None:
-    length = fed_length(sample.segment)
-    if length > budget:
-        raise ValueError(f"sample {index} feeds {length} tokens, more than token_budget={budget}")
-    if len(sample.segment.mask_T) and sample.segment.mask_T[0]:
-        raise ValueError(f"sample {index}: its first token is marked as sampled, but no token precedes it")
+def _pieces(index: int, sample: Sample, budget: int, over_budget: OverBudget) -> list[_Piece] | Dropped:
+    segment, length = sample.segment, fed_length(sample.segment)
+    name = f"sample {index} ({sample.trial})" if sample.trial else f"sample {index}"
+    if len(segment.mask_T) and segment.mask_T[0]:
+        raise ValueError(f"{name}: its first token is marked as sampled, but no token precedes it")
+    if length > budget and over_budget == "error":
+        raise ValueError(f"{name} feeds {length} tokens, more than token_budget={budget}")
+    if length > budget and over_budget == "split":
+        return _split(index, sample, budget)
+    if 0 < length <= budget:
+        return [_Piece(index=index, sample=sample, segment=segment, start=0, weight=sample.weight)]
+    reason = f"more tokens than token_budget={budget}" if length else "no sampled token"
+    return Dropped(sample=index, trial=sample.trial, reason=reason, tokens=length)
 
 
-def _bins(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
+def _split(index: int, sample: Sample, budget: int) -> list[_Piece]:
+    sampled = np.flatnonzero(sample.segment.mask_T)
+    left, pieces = sampled, []
+    while len(left):
+        reach = left[0] + (budget + 1) // 2 if pieces or left[0] > budget else budget + 1
+        taken, left = left[left < reach], left[left >= reach]
+        start, last = max(0, int(taken[-1]) - budget), int(taken[-1])
+        segment = _only(sample.segment.window(start, last + 1), int(taken[0]) - start)
+        weight = sample.weight * len(taken) / len(sampled)
+        pieces.append(_Piece(index=index, sample=sample, segment=segment, start=start, weight=weight))
+    return pieces
+
+
+def _only(segment: Segment, first: int) -> Segment:
+    """The segment with only its tokens from `first` on sampled."""
+    mask_T = segment.mask_T & (np.arange(len(segment.mask_T)) >= first)
+    logprobs_T, versions_T = np.where(mask_T, segment.logprobs_T, 0), np.where(mask_T, segment.versions_T, -1)
+    return replace(
+        segment,
+        mask_T=mask_T,
+        logprobs_T=logprobs_T.astype(np.float32),
+        versions_T=versions_T.astype(np.int32),
+    )
+
+
+def _bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[list[int]]:
     """Indices by micro-batch, a multiple of `ranks` of them; `lengths` come longest first.
 
-    Longest first into the least loaded bin, with as few bins as fit. The bins come heaviest first and are
-    dealt so that bin i belongs to rank i modulo `ranks`.
+    Dearest first into the cheapest bin with room, with as few bins as fit. The bins come dearest first and are
+    dealt so that bin i belongs to rank i modulo `ranks`: the ranks wait for each other in every round.
     """
     rounds = -(-sum(lengths) // (ranks * budget))
     while True:
         bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
-        loads = np.zeros(len(bins), dtype=np.int64)
+        room, seconds = np.full(len(bins), budget), np.zeros(len(bins))
         for index, length in enumerate(lengths):
-            lightest = int(loads.argmin())
-            bins[lightest].append(index)
-            loads[lightest] += length
-        if loads.max() <= budget:
-            return _deal(bins, loads, ranks)
+            cheapest = int(np.where(room >= length, seconds, np.inf).argmin())
+            bins[cheapest].append(index)
+            room[cheapest] -= length
+            seconds[cheapest] += cost.seconds([length])
+        if room.min() >= 0:
+            return _deal(bins, seconds, ranks)
         rounds += 1
 
 
-def _deal(bins: list[list[int]], loads: NDArray[np.int64], ranks: int) -> list[list[int]]:
-    order = np.argsort(-loads, kind="stable").reshape(-1, ranks)
+def _deal(bins: list[list[int]], seconds: NDArray[np.float64], ranks: int) -> list[list[int]]:
+    order = np.argsort(-seconds, kind="stable").reshape(-1, ranks)
     order[1::2] = order[1::2, ::-1]
     return [bins[i] for i in order.flat]
 
 
-def _micro_batch(samples: Sequence[Sample], temperature: float, shape: tuple[int, ...]) -> MicroBatch:
-    if not samples:
-        return _empty(shape)
-    lengths = [fed_length(s.segment) for s in samples]
-    starts = np.cumsum([0, *lengths[:-1]])
-    labels = [np.flatnonzero(s.segment.mask_T) for s in samples]
+def _micro_batch(pieces: Sequence[_Piece], temperature: float, shape: tuple[int, ...], multiple_of: int) -> MicroBatch:
+    lengths = [p.length for p in pieces]
+    starts = np.cumsum([0, *lengths])
+    padding = -starts[-1] % multiple_of if pieces else multiple_of
+    labels = [np.flatnonzero(p.segment.mask_T) for p in pieces]
     trained = [len(at) for at in labels]
 
     def joined(parts: Sequence[Array], dtype: type) -> Array:
-        return np.concatenate(parts).astype(dtype)
+        return np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="unsafe")
 
     return MicroBatch(
-        ids_T=joined([s.segment.ids_T[:n] for s, n in zip(samples, lengths, strict=True)], np.int32),
-        positions_T=joined([np.arange(n) for n in lengths], np.int32),
-        routing_TLK=joined([_routing(s.segment, n, shape) for s, n in zip(samples, lengths, strict=True)], np.int16),
-        rows_R=joined([at - 1 + start for at, start in zip(labels, starts, strict=True)], np.int32),
-        labels_R=joined([s.segment.ids_T[at] for s, at in zip(samples, labels, strict=True)], np.int32),
-        sampled_R=joined([s.segment.logprobs_T[at] for s, at in zip(samples, labels, strict=True)], np.float32),
+        ids_T=joined([*(p.segment.ids_T[: p.length] for p in pieces), np.zeros(padding)], np.int32),
+        positions_T=joined([np.arange(n) for n in (*lengths, padding)], np.int32),
+        routing_TLK=_routing(pieces, starts, int(starts[-1] + padding), shape),
+        rows_R=joined([at - 1 + start for at, start in zip(labels, starts, strict=False)], np.int32),
+        labels_R=joined([p.segment.ids_T[at] for p, at in zip(pieces, labels, strict=True)], np.int32),
+        sampled_R=joined([p.segment.logprobs_T[at] for p, at in zip(pieces, labels, strict=True)], np.float32),
         temperature_R=np.full(sum(trained), temperature, np.float32),
-        segment_R=np.repeat(np.arange(len(samples)), trained).astype(np.int32),
-        advantage_S=np.array([s.advantage for s in samples], np.float32),
-        weight_S=np.array([s.weight for s in samples], np.float32),
+        token_R=joined([at + p.start for p, at in zip(pieces, labels, strict=True)], np.int32),
+        segment_R=np.repeat(np.arange(len(pieces)), trained).astype(np.int32),
+        sample_S=np.array([p.index for p in pieces], np.int32),
+        length_S=np.array(lengths, np.int32),
+        advantage_S=np.array([p.sample.advantage for p in pieces], np.float32),
+        weight_S=np.array([p.weight for p in pieces], np.float32),
+        reward_S=np.array([p.sample.reward for p in pieces], np.float32),
     )
 
 
-def _routing(segment: Segment, length: int, shape: tuple[int, ...]) -> Array:
-    if segment.routing_TLK is None:
-        return np.full((length, *shape), UNRECORDED, np.int16)
-    if segment.routing_TLK.shape[1:] != shape:
-        raise ValueError(f"routing of {segment.routing_TLK.shape[1:]} (layers, experts) in a batch of {shape}")
-    rows = segment.routing_TLK[:length].astype(np.int16)
-    rows[~segment.routed_T[:length]] = UNRECORDED
-    return rows
-
-
-def _empty(shape: tuple[int, ...]) -> MicroBatch:
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.float32)
-    return MicroBatch(
-        ids_T=one,
-        positions_T=one,
-        routing_TLK=np.full((1, *shape), PADDING, np.int16),
-        rows_R=one[:0],
-        labels_R=one[:0],
-        sampled_R=none,
-        temperature_R=none,
-        segment_R=one[:0],
-        advantage_S=none,
-        weight_S=none,
-    )
+def _routing(pieces: Sequence[_Piece], starts: Array, tokens: int, shape: tuple[int, ...]) -> Array:
+    rows_TLK = np.full((tokens, *shape), PADDING, np.int16)
+    for piece, start in zip(pieces, starts, strict=False):
+        recorded, n = piece.segment.routing_TLK, piece.length
+        part_TLK = rows_TLK[start : start + n]
+        if recorded is None:
+            part_TLK[:] = UNRECORDED
+        elif recorded.shape[1:] != shape:
+            raise ValueError(
+                f"sample {piece.index}: routing of {recorded.shape[1:]} (layers, experts) in a batch of {shape}"
+            )
+        else:
+            part_TLK[:] = recorded[:n]
+            part_TLK[~piece.segment.routed_T[:n]] = UNRECORDED
+    return rows_TLK
 
 
 def write(batch: Batch, path: Path) -> None:
@@ -187,12 +315,7 @@ def write(batch: Batch, path: Path) -> None:
         for index, part in enumerate(row)
         for field in fields(MicroBatch)
     }
-    totals = {
-        "trained": batch.trained,
-        "weight": batch.weight,
-        "segments": batch.segments,
-        "rounds": len(batch.ranks[0]),
-    }
+    totals = {"trained": batch.trained, "weight": batch.weight, "rounds": len(batch.ranks[0])}
     save_file(arrays, path, metadata={name: repr(value) for name, value in totals.items()})
 
 

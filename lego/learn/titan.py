@@ -1,29 +1,27 @@
-"""torchtitan as a library: a model folder's network, sharded over the ranks, its weights in and out, its optimizer.
+"""torchtitan as a library: a model folder's network, sharded over the ranks, and its weights in and out.
 
 With `titan_models` (which network) and `titan_cpu` (what it needs without an accelerator) these are the only
 files that touch torchtitan.
 """
 
-import json
+import collections
 import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
-from lego.errors import UsageError
-from lego.learn import titan_cpu  # before torchtitan, which it makes importable without an accelerator
+from lego.learn import hf_folder, titan_cpu  # before torchtitan, which it makes importable without an accelerator
+from lego.learn.layout import Layout
 from lego.learn.replay import Replay
-from lego.learn.titan_models import Architecture, Head, ReplayRouter, architecture, matches
+from lego.learn.titan_models import Architecture, Head, architecture, matches
+from lego.learn.titan_parts import ReplayRouter
+from lego.learn.titan_weights import Weights, clean
 
 # isort: split
 from torchtitan.config import CommConfig, CompileConfig, ParallelismConfig, TrainingConfig
@@ -31,42 +29,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import get_local_device
 
 log = logging.getLogger(__name__)
-
-Checkpointing = Literal["none", "selective", "full"]
-DType = Literal["float32", "bfloat16"]
-_WRAPPER = "_checkpoint_wrapped_module."
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the model is spread and computed. The ranks are replicate x shard x tensor_parallel."""
-
-    world_size: int = 1
-    replicate: int = 1
-    """Copies of the sharded weights (HSDP)."""
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
-    dtype: DType = "float32"
-    max_length: int = 4096
-    checkpointing: Checkpointing = "none"
-    offload: bool = False
-    """Weights, gradients and optimizer state wait in CPU memory."""
-    stall_s: float = 30.0
-
-    def parallelism(self) -> ParallelismConfig:
-        """These degrees in torchtitan's words; sharding takes the ranks that are left."""
-        return ParallelismConfig(
-            data_parallel_replicate_degree=self.replicate,
-            tensor_parallel_degree=self.tensor_parallel,
-            enable_sequence_parallel=self.tensor_parallel > 1,
-            expert_parallel_degree=self.expert_parallel,
-            # The backend that torch 2.13 and gloo have; see docs/architecture.md.
-            spmd_backend="partial_dtensor",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +46,22 @@ class _Sizes:
 
 def init_distributed(layout: Layout) -> torch.device:
     """Joins this rank's process group and returns its device."""
-    dist_utils.init_distributed(CommConfig(init_timeout_seconds=int(2 * layout.stall_s), trace_buf_size=0))
+    comm = CommConfig(init_timeout_seconds=int(2 * layout.stall_s), trace_buf_size=0)
+    # Offloaded gradients are summed for their norm where they lie.
+    dist_utils.init_distributed(comm, enable_cpu_backend=_offloads(layout))
     dist_utils.set_spmd_backend("partial_dtensor")
     if titan_cpu.on_cpu():
         return torch.device("cpu")
     device = get_local_device()
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def join_alone() -> torch.device:
+    """Makes this process the only rank, on the CPU and without a port."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist_utils.set_spmd_backend("partial_dtensor")
+    return torch.device("cpu")
 
 
 def control_group() -> dist.ProcessGroup:
@@ -94,20 +71,52 @@ def control_group() -> dist.ProcessGroup:
     return group
 
 
-def _shard(arch: Architecture, layout: Layout, replay: Replay) -> tuple[Decoder, ParallelDims]:
-    parallelism = layout.parallelism()
+def _data_group(layout: Layout) -> dist.ProcessGroup:
+    """The ranks that hold each part of a batch once: sums over tokens are taken in it, alike on all ranks."""
+    tp, group = layout.tensor_parallel, dist.group.WORLD
+    if tp > 1:
+        groups = [dist.new_group(list(range(first, layout.world_size, tp))) for first in range(tp)]
+        group = groups[dist.get_rank() % tp]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _offloads(layout: Layout) -> bool:
+    """Without an accelerator weights are in CPU memory anyway, and pinned memory is not to be had."""
+    return layout.offload and not titan_cpu.on_cpu()
+
+
+def _parallelism(layout: Layout) -> ParallelismConfig:
+    """A layout in torchtitan's words; sharding takes the ranks that are left."""
+    return ParallelismConfig(
+        data_parallel_replicate_degree=layout.replicate,
+        tensor_parallel_degree=layout.tensor_parallel,
+        enable_sequence_parallel=layout.tensor_parallel > 1,
+        expert_parallel_degree=layout.expert_parallel,
+        # The backend that torch 2.13 and gloo have; see docs/architecture.md.
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _shard(arch: Architecture, layout: Layout, replay: Replay, frozen: str | None) -> tuple[Decoder, ParallelDims]:
+    parallelism = _parallelism(layout)
     dims = ParallelDims.from_config(parallelism, layout.world_size)
     arch.config.update_from_config(config=_Sizes(parallelism=parallelism))
+    if arch.head == "values":  # a head of one row is not to be split
+        whole = dense_param_placement(tp=spmd.R)
+        arch.config.lm_head.sharding_config = ShardingConfig(state_shardings={"weight": whole})
     with torch.device("meta"):
         model: Decoder = arch.config.build()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not matches(arch.family.frozen, name))
+        parameter.requires_grad_(not matches(frozen, name))
     _attach(model, replay)
+    if layout.tensor_parallel > 1 and layout.expert_parallel == 1:
+        _await_rows(model)
     checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     arch.family.parallelize(
         model,
         parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param=layout.dtype, enable_cpu_offload=layout.offload),
+        training=TrainingConfig(mixed_precision_param=layout.dtype, enable_cpu_offload=_offloads(layout)),
         parallelism=parallelism,
         compile_config=CompileConfig(),
         ac_config=checkpointing[layout.checkpointing],
@@ -128,28 +137,47 @@ def _attach(model: Decoder, replay: Replay) -> None:
         router.replay, router.layer = replay, index
 
 
+def _await_rows(model: Decoder) -> None:
+    """Copies what goes to the experts: of rows still on their way between ranks torch's local_map drops the gradient.
+
+    Only so without expert parallelism, which leaves the rows where they are.
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
+
+
 class Network:
     """A network with its HF weights, spread over the ranks. All its methods are collective."""
 
-    def __init__(self, folder: Path, layout: Layout, device: torch.device, head: Head = "logprobs") -> None:
+    def __init__(
+        self, folder: Path, layout: Layout, device: torch.device, head: Head = "logprobs", frozen: str | None = None
+    ) -> None:
+        """`frozen` parameters do not learn, a regular expression of torchtitan names."""
         self.layout, self.device = layout, device
+        self.data_group = _data_group(layout)
         self.arch = architecture(folder, layout.max_length, head)
         self.replay = Replay(layers=self.arch.moe_layers, experts=self.arch.experts, top_k=self.arch.top_k)
-        self.model, self.dims = _shard(self.arch, layout, self.replay)
+        self.model, self.dims = _shard(self.arch, layout, self.replay, frozen)
         self.model.to_empty(device="cpu" if layout.offload else device)
         with torch.no_grad():
             self.model.init_weights(buffer_device=device if layout.offload else None)
-        self.keys = frozenset(self._load_hf(folder))
+        self.weights = Weights(self.arch, self.model, folder)
+        self.weights.load()
         # Taken once: while FSDP has gathered a layer, the model's own attributes are other, passing tensors.
-        self._parameters = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
+        self._parameters = {clean(name): p for name, p in self.model.named_parameters()}
         self.model.train()
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """The last hidden states [T, D] of one packed row; positions restart at 0 with each document."""
+        """The last hidden states [T, D] of one packed row; positions restart at 0 with each document.
+
+        T is a multiple of the tensor-parallel degree, whose ranks give and get the same row.
+        """
         positions = positions_T[None]
         masks = self.model.get_attention_masks(positions)
         extra = self.arch.family.extra
-        return self.model(ids_T[None], positions=positions, attention_masks=masks, **extra)[0]
+        hidden = self.model(ids_T[None], positions=positions, attention_masks=masks, **extra)
+        return (hidden.to_local() if isinstance(hidden, DTensor) else hidden)[0]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parameters by torchtitan name; a tied head appears once."""
@@ -158,56 +186,37 @@ class Network:
     def clip_gradients(self, max_norm: float) -> float:
         """Scales gradients down to a global norm of at most `max_norm`; returns the norm before. inf only measures."""
         parameters = [p for p in self._parameters.values() if p.grad is not None]
-        return float(dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=self.dims.ep_enabled))
+        norm = dist_utils.clip_grad_norm_(parameters, max_norm, foreach=True, ep_enabled=self.dims.ep_enabled)
+        # Of a gradient that several ranks have a copy of, each measures its own: an inf in one is to stop them all.
+        norms = [torch.empty_like(norm) for _ in range(self.layout.world_size)]
+        dist.all_gather(norms, norm)
+        return float(torch.stack(norms).max())
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        blank = {n.replace(_WRAPPER, ""): torch.empty(p.shape, device="meta") for n, p in self._named()}
-        return {name: tuple(t.shape) for name, t in self.arch.adapter.to_hf(blank).items()}
+    def expert_gradient_norm(self) -> float:
+        """Norm of the routed experts' gradients alone; ask before they are clipped. 0 in a dense model."""
+        grads = [p.grad for n, p in self._parameters.items() if "routed_experts" in n and p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return list(self.model.named_parameters(remove_duplicate=False))
+    def hf_weights(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """All weights on CPU under the names of the source folder; on ranks above 0 an empty dict."""
+        return dict(self.weights.stream(dtype))
 
-    def _load_hf(self, folder: Path) -> set[str]:
-        found = _stored_shapes(folder)
-        wanted = self._shapes()
-        places = set(wanted) | ({_HEAD} if self.arch.config.enable_weight_tying else set())
-        unread, unfilled = sorted(set(found) - places), sorted(set(wanted) - set(found))
-        misfit = [
-            f"{n} {found[n]} (want {wanted[n]})" for n in sorted(set(found) & set(wanted)) if found[n] != wanted[n]
-        ]
-        for what, names in (("have no place", unread), ("are missing", unfilled), ("have another shape", misfit)):
-            if names:
-                raise UsageError(f"{folder}: {len(names)} tensors {what} in this model: {', '.join(names[:4])}")
-        if _HEAD in found and self.arch.config.enable_weight_tying:
-            _check_tied(folder)
-        state = self.arch.adapter.to_hf(self.model.state_dict())
-        load_sharded(state, storage_reader=HuggingFaceStorageReader(str(folder)))
-        self.model.load_state_dict(self.arch.adapter.from_hf(state))
-        return set(found)
-
-    def hf_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """All weights on CPU under the names the source folder used; on ranks above 0 an empty dict."""
-        full = {}
-        for name, parameter in self.parameters().items():
-            value = parameter.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if dist.get_rank() == 0:
-                full[name] = whole.to(device="cpu", dtype=dtype)
-        if not full:
-            return {}
-        weights = {name: t.contiguous() for name, t in self.arch.adapter.to_hf(full).items()}
-        if self.arch.config.enable_weight_tying and _HEAD in self.keys:
-            weights[_HEAD] = weights[_EMBEDDING].clone()
-        assert weights.keys() == self.keys
-        return weights
-
-    def export(self, path: Path, dtype: torch.dtype) -> None:
+    def export(self, path: Path, dtype: torch.dtype | None = None) -> None:
         """Writes one safetensors file of HF-named weights; it appears complete or not at all."""
         weights = self.hf_weights(dtype)
         if weights:
-            part = path.with_name(path.name + ".part")
-            save_file(weights, part, metadata={"format": "pt"})
-            part.rename(path)
+            hf_folder.save(path, weights)
+
+    def export_folder(
+        self, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = hf_folder.SHARD_BYTES
+    ) -> None:
+        """Writes HF-named weights into an existing folder, with an index if they fill several files."""
+        stream = self.weights.stream(dtype)
+        if dist.get_rank() == 0:
+            hf_folder.save_sharded(folder, self.weights.sizes(dtype), stream, shard_bytes)
+        else:
+            collections.deque(stream, maxlen=0)
 
 
 class Policy(Network):
@@ -223,76 +232,9 @@ class Policy(Network):
 class Critic(Network):
     """The value model: the policy's network with a head of one number, which begins at zero."""
 
-    def __init__(self, folder: Path, layout: Layout, device: torch.device) -> None:
-        super().__init__(folder, layout, device, head="values")
+    def __init__(self, folder: Path, layout: Layout, device: torch.device, frozen: str | None = None) -> None:
+        super().__init__(folder, layout, device, head="values", frozen=frozen)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Values [R] in float32 at input rows `rows_R` of one packed row."""
-        return self.model.lm_head(self.hidden(ids_T, positions_T)[rows_R]).squeeze(-1).float()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
-
-
-def _check_tied(folder: Path) -> None:
-    tensors = {}
-    for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in (_HEAD, _EMBEDDING) if name in file.keys()}  # noqa: SIM118
-    if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-        raise UsageError(f"{folder}: tie_word_embeddings is set but {_HEAD} differs from {_EMBEDDING}")
-
-
-class AdamW:
-    """torch's AdamW over a policy; decay applies to matrices, not to norms. Its state is saved by name."""
-
-    def __init__(self, policy: Policy, *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        self.policy = policy
-        named = policy.parameters()
-        groups = [
-            {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in named.values() if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        self.inner = torch.optim.AdamW(groups, lr=lr, betas=betas, foreach=True)
-
-    def step(self) -> None:
-        """Applies the gradients and clears them."""
-        self.inner.step()
-        self.clear()
-
-    def clear(self) -> None:
-        """Drops the gradients."""
-        self.inner.zero_grad(set_to_none=True)
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for name, parameter in self.policy.parameters().items():
-            moments = self.inner.state[parameter]
-            if not moments:
-                moments |= {"step": torch.tensor(0.0)}
-                moments |= {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
-            state |= {f"model.{name}": parameter.detach()}
-            state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-        return state
-
-    def save(self, folder: Path) -> None:
-        """Writes weights and moments as a distributed checkpoint, readable by any number of ranks."""
-        save_sharded(self._state(), checkpoint_id=str(folder))
-
-    def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, in place. Raises UsageError if there is no checkpoint."""
-        if not (folder / ".metadata").is_file():
-            raise UsageError(f"{folder}: no trainer checkpoint here")
-        load_sharded(self._state(), checkpoint_id=str(folder))
+        return self.model.lm_head(self.hidden(ids_T, positions_T)[rows_R])

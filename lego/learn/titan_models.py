@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,25 +11,20 @@ import torch
 
 from lego.errors import UsageError
 from lego.learn import titan_cpu  # before torchtitan, which it makes importable without an accelerator
-from lego.learn.heads import chunked_logprobs
-from lego.learn.replay import Replay
+from lego.learn import titan_others as others
+from lego.learn import titan_qwen as qwen
+from lego.learn.titan_parts import ValueLinear
 
 # isort: split
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.common.config_utils import (
-    make_gqa_config,
-    make_moe_config,
-    make_routed_experts_config,
-    make_router_config,
-)
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.models.gpt_oss.parallelize import parallelize_gptoss
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.models.qwen3_5 import parallelize_qwen3_5
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 Head = Literal["logprobs", "values"]
@@ -45,11 +40,11 @@ class Family:
     parallelize: Callable[..., Any]
     fixed: Mapping[str, Any]
     """Fields of the HF config that must have this value, or be absent: another would be another model."""
+    ropes: tuple[str, ...] = ("default",)
+    """Rope types that torchtitan computes as the model does."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the model's forward."""
-    frozen: str | None = None
-    """Parameters that do not learn, as a regular expression of torchtitan names."""
-    carried: str | None = None
+    carried: Callable[[Mapping[str, Any]], str] | None = None
     """HF tensors that have no place in the model and are written back as they came, as a regular expression."""
 
 
@@ -60,7 +55,8 @@ class Architecture:
     hf: Mapping[str, Any]
     family: Family
     config: Decoder.Config
-    adapter: Any
+    adapter: BaseStateDictAdapter
+    head: Head
 
     @property
     def moe_layers(self) -> int:
@@ -77,40 +73,21 @@ class Architecture:
         """Experts that a token goes to; 0 in a dense model."""
         return next((layer.moe.router.top_k for layer in self.config.layers if layer.moe is not None), 0)
 
-
-class LogprobLinear(Linear):
-    """The output head, asked for log-probabilities of labels and never for logits."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(  # type: ignore[override]
-        self, input: torch.Tensor, *, labels_R: torch.Tensor, temperature_R: torch.Tensor, chunk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return chunked_logprobs(input, self.weight, labels_R, temperature_R, chunk=chunk)
+    @property
+    def carried(self) -> str | None:
+        """HF tensors that have no place in the model, as a regular expression."""
+        return self.family.carried and self.family.carried(self.hf)
 
 
-class ReplayRouter(TokenChoiceTopKRouter):
-    """Softmax router whose selection comes from `replay`; the gate weights are live and normalised once."""
+class _Fields(dict[str, Any]):
+    """An HF config's fields; one that is missing is the user's error."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenChoiceTopKRouter.Config):
-        pass
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.path = path
 
-    replay: Replay
-    layer: int
-
-    def forward(
-        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with torch.autocast(device_type=x_BLD.device.type, enabled=False):
-            scores = torch.softmax(torch.nn.functional.linear(x_BLD.float(), self.gate.weight.float()), dim=-1)
-        ids = self.replay.choose(self.layer, scores.flatten(0, -2)).view(*scores.shape[:-1], self.top_k)
-        chosen = scores.gather(-1, ids)
-        if self.route_norm:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        return chosen, ids, scores
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(f"{self.path} has no {name}, which a {self['model_type']} needs")
 
 
 def architecture(folder: Path, max_length: int, head: Head = "logprobs") -> Architecture:
@@ -118,112 +95,112 @@ def architecture(folder: Path, max_length: int, head: Head = "logprobs") -> Arch
     hf = read_config(folder)
     family = FAMILIES[hf["model_type"]]
     config = family.config(hf, max_length)
+    if titan_cpu.lacks_delta_kernels(config):
+        raise UsageError(f"{folder}: a {hf['model_type']} needs flash-linear-attention, which is not installed")
+    # Ties are ours to keep: torchtitan's adapters want a tied embedding in every call.
+    adapter = family.adapter(replace(config, enable_weight_tying=False), None)  # type: ignore[arg-type]
     if head == "values":
         config.enable_weight_tying = False
-        config.lm_head = Linear.Config(
-            in_features=config.dim, out_features=1, param_init={"weight": torch.nn.init.zeros_}
-        )
+        zeros = {"weight": torch.nn.init.zeros_}
+        config.lm_head = ValueLinear.Config(in_features=config.dim, out_features=1, param_init=zeros)
     if titan_cpu.on_cpu():
         titan_cpu.swap(config)
-    return Architecture(hf=hf, family=family, config=config, adapter=family.adapter(config, None))  # type: ignore[arg-type]
+    return Architecture(hf=hf, family=family, config=config, adapter=adapter, head=head)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, checked against what its family can be."""
-    config = json.loads((folder / "config.json").read_text())
-    kind = config.get("model_type")
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The folder's config.json, its text model's fields on top, checked against what its family can be."""
+    path = folder / "config.json"
+    top = json.loads(path.read_text())
+    kind = top.get("model_type")
     if kind not in FAMILIES:
-        raise UsageError(f"{folder / 'config.json'}: model_type {kind!r}, wanted one of {', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        raise UsageError(f"{path}: model_type {kind!r}, wanted one of {', '.join(FAMILIES)}")
+    kept = {name: top[name] for name in ("model_type", "tie_word_embeddings") if name in top}
+    config = _Fields(path, top | top.get("text_config", {}) | kept)
+    config["rope"] = _rope(config)
     wrong = [
-        f"{name}={config.get(name, want)!r} (want {want!r})"
+        f"{name}={config[name]!r} (want {want!r})"
         for name, want in FAMILIES[kind].fixed.items()
-        if (config.get(name, want) or want) != want
-    ]
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        wrong.append(f"rope type {rope!r} (want the default)")
+        if config.get(name) not in (None, want)
+    ] + _wrong_rope(config, FAMILIES[kind].ropes)
     if wrong:
-        raise UsageError(f"{folder / 'config.json'}: cannot train a model with {', '.join(wrong)}")
-    config["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta", 10000.0)
+        raise UsageError(f"{path}: cannot train a model with {', '.join(wrong)}")
     return config
 
 
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope's fields wherever this config keeps them."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    theta = config.get("rope_theta") or given.get("rope_theta") or 10000.0
+    return dict(given) | {"rope_type": kind, "rope_theta": theta}
+
+
+def _wrong_rope(config: Mapping[str, Any], kinds: tuple[str, ...]) -> list[str]:
+    rope = config["rope"]
+    if rope["rope_type"] not in kinds:
+        return [f"rope type {rope['rope_type']!r} (want {' or '.join(kinds)})"]
+    if rope["rope_type"] != "yarn":
+        return []
+    # torchtitan scales attention by what the model calls mscale_all_dim, and rotates without scaling.
+    wrong = [f"rope {n}={rope[n]!r} (want none)" for n in ("attention_factor",) if rope.get(n) is not None]
+    if "kv_lora_rank" in config and rope.get("mscale") != rope.get("mscale_all_dim"):
+        wrong += [f"rope mscale={rope.get('mscale')!r} (want mscale_all_dim, {rope.get('mscale_all_dim')!r})"]
+    return wrong
+
+
 def matches(pattern: str | None, name: str) -> bool:
-    """Whether a family's pattern, if it has one, is found in a name."""
+    """Whether a pattern, if there is one, is found in a name."""
     return pattern is not None and re.search(pattern, name) is not None
 
 
-def _norm(width: int, eps: float) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=width, eps=eps, param_init={"weight": skip_param_init})
+_ALL = {"quantization_config": None, "hidden_act": "silu"}
+_PLAIN = _ALL | {"attention_bias": False}
 
-
-def _block(hf: Mapping[str, Any], max_length: int) -> Qwen3TransformerBlock.Config:
-    width, eps = hf["hidden_size"], hf["rms_norm_eps"]
-    head_dim = hf.get("head_dim") or width // hf["num_attention_heads"]
-    skip = {"weight": skip_param_init}
-    attention = make_gqa_config(
-        dim=width,
-        n_heads=hf["num_attention_heads"],
-        n_kv_heads=hf["num_key_value_heads"],
-        head_dim=head_dim,
-        wqkv_param_init=skip,
-        wo_param_init=skip,
-        inner_attention=VarlenAttention.Config(),
-        rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=max_length, theta=hf["rope_theta"]),
-        qk_norm=_norm(head_dim, eps),
-    )
-    experts = make_routed_experts_config(
-        dim=width,
-        hidden_dim=hf["moe_intermediate_size"],
-        num_experts=hf["num_experts"],
-        top_k=hf["num_experts_per_tok"],
-        param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init),
-        comm_backend="standard",
-    )
-    router = make_router_config(
-        dim=width,
-        num_experts=hf["num_experts"],
-        gate_param_init=skip,
-        top_k=hf["num_experts_per_tok"],
-        score_func="softmax",
-        route_norm=hf["norm_topk_prob"],
-    )
-    replaying = titan_cpu.derive(router, ReplayRouter.Config)
-    moe = make_moe_config(
-        num_experts=hf["num_experts"], router=replaying, routed_experts=experts, load_balance_coeff=None
-    )
-    return Qwen3TransformerBlock.Config(
-        attention_norm=_norm(width, eps), ffn_norm=_norm(width, eps), attention=attention, moe=moe
-    )
-
-
-def qwen3_moe(hf: Mapping[str, Any], max_length: int) -> Qwen3Model.Config:
-    """Qwen3-MoE."""
-    width, vocabulary = hf["hidden_size"], hf["vocab_size"]
-    skip = {"weight": skip_param_init}
-    return Qwen3Model.Config(
-        vocab_size=vocabulary,
-        dim=width,
-        norm=_norm(width, hf["rms_norm_eps"]),
-        enable_weight_tying=bool(hf.get("tie_word_embeddings")),
-        tok_embeddings=Embedding.Config(num_embeddings=vocabulary, embedding_dim=width, param_init=skip),
-        lm_head=LogprobLinear.Config(in_features=width, out_features=vocabulary, param_init=skip),
-        layers=[_block(hf, max_length) for _ in range(hf["num_hidden_layers"])],
-    )
-
-
+_QWEN3 = Family(
+    config=qwen.qwen3,
+    adapter=Qwen3StateDictAdapter,
+    parallelize=parallelize_qwen3,
+    fixed=_PLAIN | {"use_sliding_window": False},
+)
+_QWEN35 = Family(
+    config=qwen.qwen3_5,
+    adapter=qwen.Qwen35Adapter,
+    parallelize=parallelize_qwen3_5,
+    fixed=_PLAIN,
+    extra={"special_tokens": {"image_id": -1, "video_id": -2}},
+    carried=lambda hf: r"^(mtp\.|model\.visual\.)",
+)
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_moe": Family(
-        config=qwen3_moe,
-        adapter=Qwen3StateDictAdapter,
-        parallelize=parallelize_qwen3,
-        fixed={
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "use_sliding_window": False,
-        },
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35,
+    "qwen3_5_moe_text": _QWEN35,
+    "llama": Family(
+        config=others.llama,
+        adapter=Llama3StateDictAdapter,
+        parallelize=parallelize_llama,
+        fixed=_PLAIN | {"mlp_bias": False},
+        ropes=("default", "llama3"),
+    ),
+    "deepseek_v3": Family(
+        config=others.deepseek_v3,
+        adapter=DeepSeekV3StateDictAdapter,
+        parallelize=parallelize_deepseekv3,
+        fixed=_PLAIN
+        | {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"moe_layer_freq": 1},
+        ropes=("default", "yarn"),
+        carried=others.deepseek_extra_layers,
+    ),
+    "gpt_oss": Family(
+        config=others.gpt_oss,
+        adapter=others.GptOssAdapter,
+        parallelize=parallelize_gptoss,
+        fixed=_ALL | {"attention_bias": True, "swiglu_alpha": 1.702},
+        ropes=("default", "yarn"),
     ),
 }
 """By the config's model_type."""

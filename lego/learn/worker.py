@@ -11,12 +11,11 @@ import logging
 import math
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,22 @@ import torch.distributed as dist  # noqa: E402
 import zmq  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
-from lego.learn import packing, titan  # noqa: E402
-from lego.learn.algorithms import GRPO, GSPO, Algorithm  # noqa: E402
-from lego.learn.step import train_step  # noqa: E402
+from lego.learn import hf_folder, packing, titan  # noqa: E402
+from lego.learn.algorithms import ActorCritic, Algorithm, from_fields  # noqa: E402
+from lego.learn.checkpoint import Checkpoints  # noqa: E402
+from lego.learn.checkpoint_folder import Keep  # noqa: E402
+from lego.learn.layout import Layout  # noqa: E402
+from lego.learn.optimizer import AdamW  # noqa: E402
+from lego.learn.schedule import Schedule  # noqa: E402
+from lego.learn.step import Actors, Plan, train_step  # noqa: E402
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_PATIENCE = 20.0
 """Commands that read or write models may take so many times longer without progress."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+# A critic's attention, with the norm before it, in torchtitan's names.
+ATTENTION = r"\.(attention|attn|attention_norm)\."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +51,26 @@ class Settings:
     control: str
     progress: str
     model: str
-    world_size: int
-    expert_parallel: int
-    dtype: str
+    layout: Layout
     export_dtype: str
-    token_budget: int
-    checkpointing: str
-    stall_s: float
     lr: float
     betas: tuple[float, float]
     weight_decay: float
     grad_clip: float
-    algorithm: str
-    algorithm_fields: Mapping[str, Any]
+    schedule: Schedule
+    algorithm: Algorithm
+    checkpoints: str
+    keep: Keep
+
+    @classmethod
+    def read(cls, path: Path) -> "Settings":
+        """The settings in a JSON file."""
+        values = json.loads(path.read_text())
+        values["layout"] = Layout(**values["layout"])
+        values["schedule"] = Schedule(**values["schedule"])
+        values["keep"] = Keep(**values["keep"])
+        values["algorithm"] = from_fields(values.pop("algorithm_name"), values["algorithm"])
+        return cls(**values)
 
 
 class Watchdog:
@@ -85,67 +97,77 @@ class Watchdog:
 
 
 class Worker:
-    """One rank's model, optimizer and commands."""
+    """One rank's networks, optimizers and commands."""
 
     def __init__(self, settings: Settings, watchdog: Watchdog) -> None:
         self.settings, self.watchdog = settings, watchdog
-        layout = titan.Layout(
-            world_size=settings.world_size,
-            expert_parallel=settings.expert_parallel,
-            dtype=settings.dtype,  # type: ignore[arg-type]
-            max_length=settings.token_budget,
-            checkpointing=settings.checkpointing,  # type: ignore[arg-type]
-            stall_s=settings.stall_s,
-        )
-        device = titan.init_distributed(layout)
+        self.device = titan.init_distributed(settings.layout)
         self.rank = dist.get_rank()
         self.control = titan.control_group()
-        self.policy = titan.Policy(Path(settings.model), layout, device)
-        self.optimizer = titan.AdamW(
-            self.policy, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        self.actors = self._actors()
+        self.checkpoints = Checkpoints(
+            Path(settings.checkpoints), self.actors.optimizer, self.actors.critic_optimizer, settings.keep
         )
-        kinds: dict[str, type[Algorithm]] = {"GSPO": GSPO, "GRPO": GRPO}
-        self.algorithm = kinds[settings.algorithm](**settings.algorithm_fields)
+
+    def _actors(self) -> Actors:
+        settings, model, layout = self.settings, Path(self.settings.model), self.settings.layout
+        policy = titan.Policy(model, layout, self.device)
+        reference = titan.Policy(model, layout, self.device) if settings.algorithm.needs_reference else None
+        optimizer = self._optimizer(policy, settings.lr, settings.schedule)
+        actors = Actors(policy=policy, optimizer=optimizer, reference=reference)
+        if not isinstance(settings.algorithm, ActorCritic):
+            return actors
+        wanted = settings.algorithm.critic
+        critic = titan.Critic(model, layout, self.device, frozen=ATTENTION if wanted.frozen_attention else None)
+        # The critic takes more steps than the policy, all at one rate.
+        return replace(actors, critic=critic, critic_optimizer=self._optimizer(critic, wanted.lr, Schedule()))
+
+    def _optimizer(self, network: titan.Network, lr: float, schedule: Schedule) -> AdamW:
+        settings = self.settings
+        return AdamW(network, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, schedule=schedule)
 
     def step(self, batch: str, gates: Mapping[str, float]) -> dict[str, Any]:
         """One optimizer step on a batch file."""
         start = time.perf_counter()
-        part = packing.read(Path(batch), self.rank)
-        answer = train_step(
-            self.policy,
-            self.optimizer,
-            part,
-            algorithm=self.algorithm,
-            grad_clip=self.settings.grad_clip,
+        settings = self.settings
+        plan = Plan(
+            algorithm=settings.algorithm,
+            grad_clip=settings.grad_clip,
             gates=gates,
-            progress=self.watchdog.mark,
+            warming=self.actors.warming(settings.algorithm),
         )
+        part = packing.read(Path(batch), self.settings.layout.data_rank(self.rank))
+        answer = train_step(self.actors, part, plan, progress=self.watchdog.mark)
         gc.collect()
         return answer | {"wall_s": time.perf_counter() - start}
 
     def export(self, path: str) -> dict[str, Any]:
         """All weights, HF names, one file."""
-        self.policy.export(Path(path), DTYPES[self.settings.export_dtype])
+        self.actors.policy.export(Path(path), DTYPES[self.settings.export_dtype])
         return {}
 
-    def save(self, folder: str) -> dict[str, Any]:
-        """Weights and optimizer state to continue from, on any number of ranks."""
-        self.optimizer.save(Path(folder))
+    def save(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Begins to write weights and optimizer state to go on from, on any number of ranks."""
+        self.checkpoints.save(step, metrics)
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        """Waits until the checkpoint in flight is whole."""
+        self.checkpoints.wait()
         return {}
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Weights and optimizer state of a saved folder."""
-        self.optimizer.load(Path(folder))
-        return {}
+        """Goes on from a checkpoint."""
+        return {"step": self.checkpoints.load(Path(folder)).step}
 
     def save_hf(self, folder: str) -> dict[str, Any]:
-        """A whole HF folder: weights, and config and tokenizer as they came; a README tells of other weights."""
-        target, source = Path(folder), Path(self.settings.model)
+        """A whole HF folder: weights, and config and tokenizer as they came."""
+        target = Path(folder)
         if self.rank == 0:
             target.mkdir(parents=True, exist_ok=True)
-            others = shutil.ignore_patterns(*WEIGHTS, "README*")
-            shutil.copytree(source, target, ignore=others, dirs_exist_ok=True)
-        return self.export(str(target / "model.safetensors"))
+            hf_folder.copy_others(Path(self.settings.model), target)
+        self.actors.policy.export_folder(target, DTYPES[self.settings.export_dtype])
+        return {}
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Carries out one command, on all ranks alike; ends resting."""
@@ -153,6 +175,7 @@ class Worker:
             "step": self.step,
             "export": self.export,
             "save": self.save,
+            "saved": self.saved,
             "load": self.load,
             "save_hf": self.save_hf,
         }
@@ -167,7 +190,7 @@ class Worker:
         if driver is not None:
             box = [json.loads(driver.recv())]
             self.watchdog.mark()
-        if self.settings.world_size > 1:
+        if self.settings.layout.world_size > 1:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
@@ -176,6 +199,7 @@ class Worker:
         while True:
             command = self.next_command(driver)
             if command["op"] == "stop":
+                self.run({"op": "saved", "args": {}})
                 return
             answer = self.run(command)
             if driver is not None:
@@ -194,8 +218,8 @@ def main() -> None:
     """Builds this rank, tells the driver, and serves."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     start = time.perf_counter()
-    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    watchdog = Watchdog(Path(settings.progress.format(rank=os.environ["RANK"])), settings.stall_s)
+    settings = Settings.read(Path(sys.argv[1]))
+    watchdog = Watchdog(Path(settings.progress.format(rank=os.environ["RANK"])), settings.layout.stall_s)
     watchdog.mark(FILE_PATIENCE)
     worker = Worker(settings, watchdog)
     gc.collect()

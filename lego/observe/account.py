@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from lego.learn.client import StepReport
+from lego.learn.report import StepReport
 from lego.observe.interval import Rate
 from lego.observe.memory import PeakMemory
 from lego.records import Trajectory

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lego.learn.client import StepReport
+from lego.learn.report import StepReport
 from lego.observe.account import Account, outcome_counts
 from lego.observe.interval import Rate
 from lego.observe.store import RunStore
@@ -50,7 +50,8 @@ class Outputs:
         for phase, spent in seconds.items():
             self.account.spent(phase, spent)
         self.view.step(_row(step, trajectories, rate, report, seconds))
-        self.store.metrics(step, _metrics(trajectories, rate, credited, report, seconds))
+        numbers = _metrics(trajectories, rate, credited, report, seconds)
+        self.store.metrics(step, numbers, report.histograms() if report else {})
 
 
 def _share(trajectories: Sequence[Trajectory]) -> float:

@@ -11,7 +11,7 @@ from typing import IO
 
 from lego.errors import UsageError
 from lego.observe.tensorboard import Curves
-from lego.records import Trajectory
+from lego.records import Histogram, Trajectory
 
 
 def strict(value: object) -> object:
@@ -37,10 +37,13 @@ class RunStore:
         """One line about the run's life."""
         self._line("events", {"time": time.time(), "kind": kind, **fields})
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step, also as TensorBoard curves."""
-        self._line("metrics", {"step": step, **values})
-        self._curves.add(step, values)
+    def metrics(
+        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
+    ) -> None:
+        """The numbers and distributions of one step, also for TensorBoard."""
+        histograms = histograms or {}
+        self._line("metrics", {"step": step, **values, **{name: vars(h) for name, h in histograms.items()}})
+        self._curves.add(step, values, histograms)
 
     def trial(self, step: int, trajectory: Trajectory) -> None:
         """One finished trial, without its token arrays."""

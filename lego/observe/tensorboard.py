@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from lego.records import Histogram
+
 
 class Curves:
     """Scalars by step; the library is loaded at the first one."""
@@ -13,12 +15,18 @@ class Curves:
 
         self._writer = EventFileWriter(str(folder))
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    def add(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        scalars = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        Event, Summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+        HistogramProto = summary_pb2.HistogramProto  # pyright: ignore[reportAttributeAccessIssue]
+        told = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
+        for tag, histogram in histograms.items():
+            # TensorBoard knows upper bounds only; the open bin above ends as far out as the one below begins.
+            bounds = [*histogram.edges, 2 * histogram.edges[-1]]
+            proto = HistogramProto(num=sum(histogram.counts), bucket_limit=bounds, bucket=histogram.counts)
+            told.append(Summary.Value(tag=tag, histo=proto))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=told)))
 
     def close(self) -> None:
         self._writer.close()

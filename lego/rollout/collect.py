@@ -74,7 +74,7 @@ def refuse_faulty(trajectories: Sequence[Trajectory], most: float) -> None:
     if counts.total() > most * turns:
         first = next(t for t in trajectories if t.fidelity.faults)
         raise GateError(
-            f"{counts.total()} of {turns} turns failed a cross-check (gates.max_faults {most}): {dict(counts)}; "
+            f"{counts.total()} of {turns} turns failed a cross-check (fidelity.max_faults {most}): {dict(counts)}; "
             f"first: {first.task}#{first.attempt}: {next(iter(first.fidelity.faults))}"
         )
 

@@ -1,16 +1,29 @@
 """From rewards to weighted samples: one reward a trial, however many segments it has. Pure."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lego.records import Sample, Trajectory
 
-Advantages = Callable[[list[float]], list[float]]
+Advantages = Callable[[list[list[float]]], list[list[float]]]
+"""Rewards of a step's groups to advantages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What an algorithm wants of groups and rewards."""
+
+    advantages: Advantages
+    shaped: Callable[[float, int], float] = lambda reward, length: reward
+    """The reward that counts, of a trial's own and the tokens it sampled."""
+    least_group: int = 2
+    drop_flat_groups: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credited:
-    """The samples of a step, and what was left out: `flat` groups hold equal rewards, `small` ones one reward."""
+    """The samples of a step, and what was left out: `flat` groups hold equal rewards, `small` ones too few."""
 
     samples: tuple[Sample, ...]
     groups: int
@@ -28,23 +41,36 @@ def groups_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]
     return groups
 
 
-def credit(trajectories: Sequence[Trajectory], advantages: Advantages) -> Credited:
+def credit(trajectories: Sequence[Trajectory], rules: Rules) -> Credited:
     """Each trial's advantage on its segments, weighted so that the weights of one trial sum to 1."""
-    samples: list[Sample] = []
-    flat = small = 0
-    groups = groups_of(trajectories)
-    for members in groups.values():
-        rewards = [t.reward for t in members if t.reward is not None]
-        if len(rewards) < 2:
-            small += 1
-        elif min(rewards) == max(rewards):
-            flat += 1
-        else:
-            for trajectory, advantage in zip(members, advantages(rewards), strict=True):
-                samples += _samples(trajectory, advantage)
-    return Credited(samples=tuple(samples), groups=len(groups), flat=flat, small=small)
+    groups = list(groups_of(trajectories).values())
+    enough = [members for members in groups if len(members) >= rules.least_group]
+    kept = [members for members in enough if not (rules.drop_flat_groups and _flat(members))]
+    rewards = [[_reward(t, rules) for t in members] for members in kept]
+    samples = [
+        sample
+        for members, own, advantages in zip(kept, rewards, rules.advantages(rewards), strict=True)
+        for trajectory, reward, advantage in zip(members, own, advantages, strict=True)
+        for sample in _samples(trajectory, reward, advantage)
+    ]
+    flat = sum(_flat(members) for members in enough)
+    return Credited(samples=tuple(samples), groups=len(groups), flat=flat, small=len(groups) - len(enough))
 
 
-def _samples(trajectory: Trajectory, advantage: float) -> list[Sample]:
+def _flat(members: Sequence[Trajectory]) -> bool:
+    """Whether the verdicts tell the group's trials apart in nothing; one trial alone is not flat."""
+    rewards = [t.reward for t in members if t.reward is not None]
+    return len(members) > 1 and math.isclose(min(rewards), max(rewards))
+
+
+def _reward(trajectory: Trajectory, rules: Rules) -> float:
+    assert trajectory.reward is not None
+    return rules.shaped(trajectory.reward, sum(int(s.mask_T.sum()) for s in trajectory.segments))
+
+
+def _samples(trajectory: Trajectory, reward: float, advantage: float) -> list[Sample]:
     trainable = [segment for segment in trajectory.segments if segment.mask_T.any()]
-    return [Sample(segment=s, advantage=advantage, weight=1 / len(trainable)) for s in trainable]
+    trial = f"{trajectory.task}/{trajectory.attempt}"
+    return [
+        Sample(segment=s, advantage=advantage, weight=1 / len(trainable), reward=reward, trial=trial) for s in trainable
+    ]

@@ -1,5 +1,6 @@
 """The plugin inside the real vLLM, in one process of its own: importing vLLM is slow and changes the process."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 PROBE = """
-import importlib, importlib.metadata as metadata, json
+import importlib, importlib.metadata as metadata, json, sys
 from types import SimpleNamespace as NS
 from lego.engine import plugin, vllmcli
 
@@ -24,7 +25,8 @@ except metadata.PackageNotFoundError as error:
 
 plugin.register()
 def places():
-    return [getattr(getattr(importlib.import_module(m), o), n) for m, o, n in plugin._patches()]
+    modules = [(importlib.import_module(m), o, n) for m, o, n in plugin._patches()]
+    return [getattr(getattr(m, o) if o else m, n) for m, o, n in modules]
 first = places()
 plugin.register()
 told["again"] = [a is b for a, b in zip(first, places())]
@@ -66,6 +68,27 @@ initialize_layerwise_reload(model)
 weight = model["full"].weight
 weight.weight_loader(weight, torch.ones(3, 2))
 told["unloaded"] = list(unloaded(model))
+
+pictures = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+told["resized"] = pictures.smart_resize(280, 280)
+try:
+    pictures.tvF.resize
+except ImportError as error:
+    told["pictures"] = str(error)
+told["torchvision"] = [name for name in sys.modules if name.startswith("torchvision")]
+importlib.import_module("vllm.model_executor.models.qwen3_5")
+
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+def convolved(row):
+    states = torch.zeros(2, 3, 32, dtype=torch.bfloat16).transpose(1, 2)
+    torch.manual_seed(0)
+    return gdn_attention._causal_conv1d_fwd_cpu(
+        x=row.transpose(0, 1), weight=torch.randn(32, 4).bfloat16(), bias=None, conv_states=states,
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), cache_indices=torch.tensor([1], dtype=torch.int32),
+        has_initial_state=torch.tensor([False]), silu_activation=True, is_weight_packed=False,
+    ).float().tolist()
+wide = torch.linspace(-1, 1, 48).bfloat16()[None]
+told["one_token"] = convolved(wide[:, :32]) == convolved(wide[:, :32].flatten().clone()[None])
 print(json.dumps(told))
 """
 
@@ -93,8 +116,8 @@ def test_a_server_spec_loads_no_engine_and_no_http_library():
 
 
 def test_registering_twice_changes_each_place_once(told: dict[str, Any]):
-    assert told["again"] == [True] * 5
-    assert told["originals"] == [False] * 5
+    assert told["again"] == [True] * 6
+    assert told["originals"] == [False] * 6
 
 
 def test_the_weight_transfer_backend_is_registered(told: dict[str, Any]):
@@ -127,3 +150,15 @@ def test_the_launcher_answers_for_vllm_alone(told: dict[str, Any]):
 
 def test_layers_that_an_update_left_without_weights_are_named_and_tied_ones_are_not(told: dict[str, Any]):
     assert told["unloaded"] == ["lost (0 of 6 elements)", "gone (0 of 6 elements)"]
+
+
+def test_qwen3_5_is_importable_without_torchvision_and_only_pictures_ask_for_it(told: dict[str, Any]):
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    assert told["resized"] == [280, 280]
+    assert "torchvision is not installed" in told["pictures"]
+    assert told["torchvision"] == []
+
+
+def test_a_step_of_one_prompt_token_cut_from_a_wider_row_is_convolved(told: dict[str, Any]):
+    assert told["one_token"]

@@ -212,7 +212,7 @@ async def test_a_bad_model_folder_is_told_before_anything_is_started(tmp_path: P
             pass
     dense = write_model(tmp_path / "dense", num_experts=0)
     with pytest.raises(UsageError, match=r"routing is on but model folder .*dense has no routed experts"):
-        async with VllmServer().open(dense, tmp_path):
+        async with VllmServer(routing=True).open(dense, tmp_path):
             pass
     assert not (tmp_path / "vllm.log").exists()
 

@@ -11,6 +11,7 @@ from lego.learn import titan
 @functools.cache
 def joined():
     """This process as the only rank."""
+    torch.set_num_threads(1)  # on a busy machine the threads of a tiny operation mostly wait for each other
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return titan.init_distributed(titan.Layout())
 
@@ -18,6 +19,11 @@ def joined():
 def policy(folder, **layout):
     """A policy of the model folder."""
     return titan.Policy(folder, titan.Layout(max_length=512, **layout), joined())
+
+
+def critic(folder, frozen=None):
+    """A critic of the model folder."""
+    return titan.Critic(folder, titan.Layout(max_length=512), joined(), frozen)
 
 
 def logprobs(made, ids, positions, routing=None):
@@ -42,5 +48,6 @@ def recorded_routes(made, ids, positions):
 
     made.replay.choose = watch
     out = logprobs(made, ids, positions)
+    made.replay.close(torch.as_tensor(positions))
     del made.replay.choose
     return out, torch.stack([chosen[i] for i in range(made.replay.layers)], 1)

@@ -5,11 +5,11 @@ import numpy as np
 from lego.records import Sample, Segment
 
 
-def segment(rng, length, *, vocab=512, sampled=None, logprobs=None, routing=None) -> Segment:
-    """`sampled` is the mask (default: the last third); all but the last token are routed if `routing` is given."""
+def segment(rng, length, *, vocab=512, sampled=None, logprobs=None, routing=None, routed=None) -> Segment:
+    """`sampled` is the mask (default: the last third); if `routing` is given, all but the last token are `routed`."""
     mask = np.arange(length) >= length - length // 3 if sampled is None else np.asarray(sampled, bool)
-    routed = np.full(length, routing is not None)
-    routed[-1] = False
+    if routed is None:
+        routed = (np.arange(length) < length - 1) & (routing is not None)
     lps = np.full(length, -6.0) if logprobs is None else np.asarray(logprobs)
     return Segment(
         ids_T=rng.integers(0, vocab, length).astype(np.int32),

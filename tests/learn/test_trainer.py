@@ -1,6 +1,6 @@
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from lego.errors import GateError, TrainerError, UsageError
-from lego.learn.algorithms import GRPO
+from lego.learn.algorithms import GRPO, SAO, Critic
+from lego.learn.checkpoint_folder import Keep
 from lego.learn.client import TrainerSpec
 from lego.records import Sample
 from tests.learn.samples import sample
@@ -61,11 +62,11 @@ def largest_difference(a: Path, b: Path) -> float:
 
 async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(folder, tmp_path):
     """Sharded over two ranks (FSDP2, experts split): same loss and weights; their checkpoint continues on one."""
-    made, algorithm = samples(), GRPO()
+    made, algorithm = [replace(s, trial="a/3") for s in samples()], GRPO(scale="none", aggregate="token")
     async with TWO.open(folder, tmp_path / "two", algorithm) as two:
         first = await two.step(made)
         await two.export(tmp_path / "two.safetensors")
-        await two.save(tmp_path / "checkpoint")
+        await two.save(1, {"solve_rate": 0.5})
         second = await two.step(made)
         lost = [*made[1:], Sample(segment=made[0].segment, advantage=float("inf"), weight=1.0)]
         with pytest.raises(TrainerError, match="no rank stepped"):
@@ -73,9 +74,9 @@ async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(fol
     async with SPEC.open(folder, tmp_path / "one", algorithm) as one:
         alone = await one.step(made)
         await one.export(tmp_path / "one.safetensors")
-        await one.load(tmp_path / "checkpoint")
+        assert await one.load(tmp_path / "two" / "checkpoints") == 1
         resumed = await one.step(made)
-        with pytest.raises(GateError, match="did not step"):
+        with pytest.raises(GateError, match=r"worst: trial a/3, token \d+ of its segment: .* did not step"):
             await one.step(made, Gates())
         await one.save_hf(tmp_path / "hf")
     assert first.loss == pytest.approx(alone.loss, abs=1e-5)
@@ -119,8 +120,46 @@ async def test_a_model_that_does_not_fit_its_files_is_the_users_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("lr", 0.0), ("world_size", 0), ("token_budget", 0), ("threads", 0), ("expert_parallel", 3)]
+    ("field", "value"),
+    [
+        ("lr", 0.0),
+        ("world_size", 0),
+        ("token_budget", 0),
+        ("threads", 0),
+        ("expert_parallel", 3),
+        ("tensor_parallel", 3),
+    ],
 )
-def test_a_trainer_that_cannot_be_is_refused_by_field(field, value):
-    with pytest.raises(ValueError, match=rf"trainer\.{field}"):
-        TrainerSpec(**{field: value})
+async def test_a_trainer_that_cannot_be_is_refused_by_field_before_it_starts(folder, tmp_path, field, value):
+    spec = replace(TrainerSpec(world_size=3), **{field: value})
+    with pytest.raises(UsageError, match=rf"trainer\.{field}: {value}, wanted"):
+        async with spec.open(folder, tmp_path / "run"):
+            pass
+    assert not (tmp_path / "run" / "trainer" / "launch.log").exists()
+
+
+async def test_a_critic_on_two_ranks_warms_up_and_goes_on_from_its_checkpoint(folder, tmp_path):
+    algorithm = SAO(critic=Critic(lr=1e-3, updates_per_step=2, warmup_steps=2, frozen_attention=True, clip=None))
+    made = [replace(s, reward=float(i % 2)) for i, s in enumerate(samples())]
+    async with TWO.open(folder, tmp_path / "run", algorithm, keep=Keep(last=1)) as trainer:
+        warming = [await trainer.step(made) for _ in range(2)]
+        await trainer.save(2, {})
+        then = await trainer.step(made)
+        await trainer.saved()
+    async with SPEC.open(folder, tmp_path / "again", algorithm) as trainer:
+        assert await trainer.load(tmp_path / "run" / "checkpoints") == 2
+        again = await trainer.step(made)
+    assert all(w.grad_norm == 0 and w.critic_grad_norm > 0 for w in warming)
+    assert then.grad_norm > 0 and then.value_loss < warming[0].value_loss
+    assert again.value_loss == pytest.approx(then.value_loss, rel=1e-4)
+    assert again.grad_norm == pytest.approx(then.grad_norm, rel=1e-3)
+
+
+async def test_a_sample_over_the_budget_is_an_error_or_left_out_and_counted(folder, tmp_path):
+    long = [*samples(2), sample(np.random.default_rng(1), 150)]
+    async with SPEC.open(folder, tmp_path / "run") as trainer:
+        with pytest.raises(TrainerError, match="sample 2 feeds 149 tokens, more than token_budget=128"):
+            await trainer.step(long)
+    async with replace(SPEC, over_budget="drop").open(folder, tmp_path / "again") as trainer:
+        report = await trainer.step(long)
+    assert (report.dropped, report.segments, report.split_tokens) == (1, 2, 0)

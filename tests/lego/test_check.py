@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lego.check import check
+from lego.cli import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = str(ROOT / "recipes" / "demo.py")
@@ -17,7 +19,7 @@ LARGE = str(ROOT / "recipes" / "gspo_opencode.py")
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """A folder that looks like a model to whoever only looks for its config."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     return str(tmp_path)
 
 
@@ -46,6 +48,67 @@ def test_all_problems_are_told_and_counted(model: str, capsys: pytest.CaptureFix
     _, lines = read(capsys.readouterr().out)
     assert len(lines) == 3 and lines[0].startswith("steps: 0, ") and lines[1].startswith("sampling: top_p")
     assert lines[2] == "2 problems"
+
+
+DENSE = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "told"),
+    [
+        (MOE, "--trainer.world-size 3 --trainer.expert-parallel 3", "trainer.expert_parallel: 3, wanted a divisor"),
+        (MOE, "--trainer.world-size 4 --trainer.tensor-parallel 4", "trainer.tensor_parallel: 4, wanted a divisor"),
+        (MOE, "--trainer.world-size 3 --trainer.replicate 2", "trainer.world_size: 3, wanted a multiple of replicate"),
+        (MOE, "--trainer.context-parallel 2", "trainer.context_parallel: 2, wanted 1"),
+        (MOE, "--trainer.world-size 0", "trainer.world_size: 0, wanted at least 1"),
+        (MOE, "--trainer.lr 0", "trainer.lr: 0.0, wanted more than 0"),
+        (MOE, "--trainer.lr-decay linear --trainer.lr-warmup-steps 9", "trainer.steps: 5, wanted more than lr_warmup"),
+        (DENSE, "--engine.routing True", "engine.routing: True, but the policy has no experts"),
+        (DENSE, "--trainer.world-size 2 --trainer.expert-parallel 2", "trainer.expert_parallel: 2, wanted 1"),
+        (MOE, "--algorithm grpo --rollout.group-size 1", "rollout.group_size: 1, wanted 2 or more for grpo"),
+        (MOE, "--engine.max-model-len 9000", "trainer.token_budget: 8192, wanted at least engine.max_model_len 9000"),
+        ({"model_type": "t5"}, "--steps 1", "policy: model_type 't5', wanted one of qwen3, "),
+        (MOE, "--algorithm ppo --trainer.over-budget split", "trainer.over_budget: split, wanted error or drop"),
+        (MOE, "--resume /nowhere", "resume: /nowhere, wanted a checkpoint of the trainer"),
+    ],
+)
+def test_a_trainer_that_cannot_be_is_told_by_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict, flags: str, told: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check([DEMO, "--policy", str(tmp_path), *flags.split()]) == 2
+    _, lines = read(capsys.readouterr().out)
+    assert lines[0].startswith(told) and lines[1:] == ["1 problem"]
+
+
+def test_l08_a_head_of_another_dtype_than_the_trainers_is_refused(model: str):
+    recipe = load_recipe(Path(DEMO))
+    engine = replace(recipe.engine, extra=("--hf-overrides.head_dtype", "bfloat16"))
+    problems = list(replace(recipe, policy=Path(model), engine=engine).problems())
+    assert len(problems) == 1 and problems[0].startswith("engine.extra: --hf-overrides")
+
+
+def test_an_optimised_interpreter_refuses_the_same(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    argv = [sys.executable, "-O", "-m", "lego.check", DEMO, "--policy", str(tmp_path), "--rollout.group-size", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and read(done.stdout)[1][0].startswith("rollout.group_size: 1, wanted 2 or more")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--algorithm sao --rollout.group-size 1",
+        "--algorithm ppo --rollout.group-size 1",
+        "--engine.max-model-len 9000 --trainer.over-budget drop",
+        "--trainer.world-size 4 --trainer.expert-parallel 2 --trainer.replicate 2",
+        "--rollout.tasks-per-step 32 --rollout.group-size 8 --trainer.world-size 4 --trainer.expert-parallel 4",
+    ],
+)
+def test_a_trainer_that_can_be_is_not_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    assert check([DEMO, "--policy", str(tmp_path), *flags.split()]) == 0, capsys.readouterr().out
 
 
 def test_the_large_recipe_lacks_its_model_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

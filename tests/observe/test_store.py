@@ -8,6 +8,7 @@ import pytest
 from lego.errors import UsageError
 from lego.observe.interval import Rate
 from lego.observe.store import open_run
+from lego.records import Histogram
 from tests.factories import trajectory
 
 
@@ -44,10 +45,13 @@ def test_curves_can_be_read_back(tmp_path):
 
     with open_run(tmp_path / "r") as store:
         store.metrics(0, {"rollout/solve_rate": 0.25})
-        store.metrics(1, {"rollout/solve_rate": 0.5})
+        store.metrics(1, {"rollout/solve_rate": 0.5}, {"ratio": Histogram(edges=(-1.0, 1.0), counts=(1, 5, 2))})
     read = EventAccumulator(str(tmp_path / "r/tensorboard"))
     read.Reload()
     assert [(e.step, e.value) for e in read.Scalars("rollout/solve_rate")] == [(0, 0.25), (1, 0.5)]
+    assert [(e.step, list(e.histogram_value.bucket)) for e in read.Histograms("ratio")] == [(1, [1.0, 5.0, 2.0])]
+    line = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[1])
+    assert line["ratio"] == {"edges": [-1.0, 1.0], "counts": [1, 5, 2]}
 
 
 def test_wilsons_interval_matches_the_published_value():
