@@ -44,6 +44,8 @@ check: venv
 bench: venv
 	$(BIN)/python tools/bench/harness_cost.py
 	$(BIN)/python tools/bench/proxy.py
+	$(BIN)/python tools/bench/heads.py
+	$(BIN)/python tools/bench/trainer.py
 
 honesty: venv
 	$(BIN)/python -m harnesses.fetch codex

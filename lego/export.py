@@ -32,6 +32,8 @@ class Export:
 
 def export(options: Export) -> None:
     """Writes the folder. Raises UsageError if the parts do not fit or something lies where it would go."""
+    if options.out.resolve().is_relative_to(options.model.resolve()):
+        raise UsageError(f"{options.out}: lies in {options.model}, which is copied; wanted another place")
     checkpoint, part = find(options.checkpoint), options.out.with_name(options.out.name + PART)
     for path in (options.out, part):
         if path.exists():

@@ -12,15 +12,19 @@ import tyro
 from harnesses.base import Harness
 from harnesses.known import KNOWN
 from lego.engine.vllm import VllmServer
+from lego.errors import UsageError
 from lego.learn.algorithms import ALGORITHMS, GSPO, ActorCritic, Algorithm, name_of
-from lego.learn.client import TrainerSpec
+from lego.learn.checkpoint_folder import find, read_meta
 from lego.learn.layout import model_sizes
-from lego.records import Keep, Sampling
+from lego.learn.trainer import TrainerSpec
+from lego.records import KeepSessions, Sampling
 from lego.tasks.task import TaskSource
 from sandbox.base import Limits
 from sandbox.bubble import Bubblewrap
 
 MAX_TEMPERATURE = 2.0
+OF_LOGPROBS = ("--hf-overrides", "--logprobs-mode", "--generation-config")
+"""Arguments of the engine that decide what its log-probabilities are: those of a float32 head, after temperature."""
 Sabotage = Literal["none", "shuffle_advantages", "permute_replay"]
 
 
@@ -38,7 +42,7 @@ class Rollout:
     """Model calls that one trial may make; side requests (titles and the like) are counted apart."""
     max_trial_tokens: int | None = None
     """Tokens that one trial may sample in all its calls; None for no limit."""
-    keep_sessions: Keep = "odd"
+    keep_sessions: KeepSessions = "odd"
     """Session files in the run folder: `odd` keeps trials with a failed cross-check, unexplained drift or an error."""
     harness_timeout_s: float = 60.0
     """Wall time of one harness run."""
@@ -173,13 +177,16 @@ class Recipe:
 
     def problems(self) -> Iterator[str]:
         """Each thing that cannot be, as `field: value, wanted`; empty when the recipe can run."""
+        if type(self.algorithm) not in ALGORITHMS.values():
+            yield f"algorithm: {self.algorithm!r}, wanted one of {', '.join(ALGORITHMS)}, with fields of its own"
+            return
         yield from _ranges(self)
         yield from _chat_problems(self.chat)
         full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
         if not full:
             yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
         if _config(self.policy) is None:
-            yield f"policy: {self.policy} has no config.json; wanted a model folder in HF layout"
+            yield f"policy: {self.policy} has no config.json that can be read; wanted a model folder in HF layout"
         if self.sampling.max_tokens >= self.engine.max_model_len:
             yield (
                 f"sampling.max_tokens: {self.sampling.max_tokens}, "
@@ -192,14 +199,25 @@ class Recipe:
             )
         if isinstance(self.algorithm, ActorCritic) and self.trainer.over_budget == "split":
             yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
-        if self.resume is not None and not any(self.resume.glob("**/meta.json")):
-            yield f"resume: {self.resume}, wanted a checkpoint of the trainer, or a folder that holds some"
+        if self.resume is not None:
+            yield from _resume_problems(self.resume, self.steps)
         config = _config(self.policy)
         yield from self.trainer.problems(config, self.steps)
-        if any(word.startswith("--hf-overrides") for word in self.engine.extra):
-            yield "engine.extra: --hf-overrides, which lego sets itself: the head is float32 as in the trainer"
+        for word in self.engine.extra:
+            if word.replace("_", "-").startswith(OF_LOGPROBS):  # vLLM takes either spelling
+                yield f"engine.extra: {word}, which lego sets itself: log-probabilities are to be the trainer's"
         if self.engine.routing and config is not None and not model_sizes(config).experts:
             yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
+
+
+def _resume_problems(resume: Path, steps: int) -> Iterator[str]:
+    try:
+        behind = read_meta(find(resume)).step
+    except UsageError as error:
+        yield f"resume: {error}"
+        return
+    if behind >= steps:
+        yield f"steps: {steps}, wanted more than the {behind} that {resume} has behind it"
 
 
 def _config(folder: Path) -> Mapping[str, Any] | None:

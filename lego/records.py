@@ -17,7 +17,7 @@ Mask = NDArray[np.bool_]
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
 
-Keep = Literal["none", "odd", "all"]
+KeepSessions = Literal["none", "odd", "all"]
 """Which sessions of a run stay on disk."""
 
 
@@ -140,12 +140,6 @@ class Segment:
                 raise ValueError(f"segment of {n} ids but {len(getattr(self, name))} in {name}")
         if self.routing_TLK is not None and len(self.routing_TLK) != n:
             raise ValueError(f"segment of {n} ids but {len(self.routing_TLK)} routing rows")
-
-    def cut(self, length: int) -> "Segment":
-        """The first `length` tokens, in all fields alike; ValueError unless there are so many."""
-        if not 1 <= length <= len(self.ids_T):
-            raise ValueError(f"cut to {length} of {len(self.ids_T)} ids")
-        return self.window(0, length)
 
     def window(self, start: int, stop: int) -> "Segment":
         """Tokens [start, stop), in all fields alike; ValueError unless they lie in the segment."""

@@ -12,7 +12,7 @@ from harnesses.codex import Codex
 from harnesses.pi import Pi
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
-from lego.learn.client import TrainerSpec
+from lego.learn.trainer import TrainerSpec
 from lego.recipe import Credit, Recipe, Rollout, Validation
 from lego.records import Sampling
 from lego.tasks.mutants import DemoTasks

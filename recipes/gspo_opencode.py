@@ -5,8 +5,8 @@
     python -m lego.train recipes/gspo_opencode.py --policy MODEL_FOLDER
 
 Four GPUs sample, four train. AdamW keeps 16 bytes a parameter (float32 weights, gradients and two moments): 139 GB on
-each trainer GPU, and some 20 GB more for one long segment, so GPUs of 180 GB. Nobody has run it yet: what a CPU can show
-of it, it shows with a tiny Qwen3.5-MoE (tests/learn, tests/test_parity.py).
+each trainer GPU, and some 20 GB more for one long segment, so GPUs of 180 GB. Nobody has run it yet;
+what a CPU can show of it, the tests show with a tiny Qwen3.5-MoE.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from harnesses.opencode import OpenCode
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
-from lego.learn.client import TrainerSpec
+from lego.learn.trainer import TrainerSpec
 from lego.recipe import Gates, Recipe, Rollout, Validation
 from lego.records import Sampling
 from lego.tasks.folder import Folder

@@ -12,7 +12,7 @@ ONE_FILE = {
     "renderers": {"lego/chat/render.py"},
     "jinja2": {"lego/chat/template.py"},
     "tokenizers": {"lego/chat/vocabulary.py"},
-    "zmq": {"lego/learn/wire.py", "lego/learn/client.py", "lego/learn/worker.py"},
+    "zmq": {"lego/learn/client.py", "lego/learn/worker.py"},
     "rich": {"lego/observe/terminal.py"},
     "tensorboard": {"lego/observe/tensorboard.py"},
     "psutil": {"lego/observe/memory.py"},

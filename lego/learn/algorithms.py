@@ -16,8 +16,6 @@ Kl = Literal["k1", "k2", "k3"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
 
-TYPICAL_K3 = 5e-4
-"""KL of engine and trainer a token with bf16 MoE and routing replay; used where none has been measured."""
 LEAST_ESS = 0.5
 """Sequence weights that keep less of the samples than this are warned of."""
 
@@ -314,8 +312,8 @@ def expected_ess(length: float, k3: float) -> float:
     return math.exp(-2 * k3 * length)
 
 
-def warnings(algorithm: Algorithm, *, mean_length: float, k3: float = TYPICAL_K3) -> list[str]:
-    """What will likely go wrong with segments of `mean_length` sampled tokens, in sentences."""
+def warnings(algorithm: Algorithm, *, mean_length: float, k3: float) -> list[str]:
+    """What will likely go wrong with segments of `mean_length` sampled tokens at this k3, in sentences."""
     ess = expected_ess(mean_length, k3)
     if algorithm.correction.level != "sequence" or ess >= LEAST_ESS:
         return []

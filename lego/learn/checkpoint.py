@@ -22,18 +22,17 @@ from lego.errors import TrainerError, UsageError
 from lego.learn.checkpoint_folder import Keep, Meta, clean, find, part_of, place, prune, publish, read_meta
 from lego.learn.optimizer import AdamW
 from lego.learn.titan import Network, control_group
+from lego.learn.titan_weights import Shapes, misfits
 
 log = logging.getLogger(__name__)
 
 _COPY_AT_ONCE = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
-_NAMED = 3
-"""Tensors that a message names."""
 
 
-class Checkpoints:
-    """The checkpoints of one run. Made and called by all ranks alike; one is in flight at most."""
+class Checkpointer:
+    """Writes and reads the checkpoints of one run. Made and called by all ranks alike; one is in flight at most."""
 
     def __init__(self, root: Path, policy: AdamW, critic: AdamW | None = None, keep: Keep | None = None) -> None:
         self.root, self.policy, self.critic, self.keep = root, policy, critic, keep or Keep()
@@ -123,7 +122,7 @@ class _Writer(FileSystemWriter):
         log.info("checkpoint %s is whole", self._folder)
 
 
-def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
+def _stored(folder: Path) -> Shapes:
     """Shapes of a checkpoint's tensors by name."""
     try:
         found = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -132,24 +131,8 @@ def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _within(shapes: Mapping[str, tuple[int, ...]], prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def _within(shapes: Shapes, prefixes: tuple[str, ...]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
-
-
-def misfits(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What keeps these shapes from being the wanted ones, in words that name the first tensors."""
-    kinds = {
-        "are missing": [name for name in wanted if name not in found],
-        "have no place in this model": [name for name in found if name not in wanted],
-        "have another shape": [
-            f"{name} {found[name]} (want {wanted[name]})"
-            for name in wanted
-            if found.get(name, wanted[name]) != wanted[name]
-        ],
-    }
-    return [
-        f"{len(names)} tensors {what}: {', '.join(sorted(names)[:_NAMED])}" for what, names in kinds.items() if names
-    ]
 
 
 def _read(

@@ -39,16 +39,15 @@ class Meta:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay: the `last` newest, and the `best` highest by a metric."""
+    """Which checkpoints stay: the `last` newest, and the `best` by solve rate."""
 
     last: int = 1
     best: int = 0
-    metric: str = "solve_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A whole checkpoint; `score` is None if its metric was not measured."""
+    """A whole checkpoint; `score` is its solve rate, None if that was not measured."""
 
     folder: Path
     step: int
@@ -80,16 +79,19 @@ def find(path: Path) -> Path:
 
 
 def read_meta(folder: Path) -> Meta:
-    """What a checkpoint says of itself. Raises UsageError for one of another format."""
-    values = json.loads((folder / META).read_text())
-    if values.get("format") != FORMAT:
-        raise UsageError(f"{folder}: checkpoint format {values.get('format')}, wanted {FORMAT}")
-    return Meta(**values)
+    """What a checkpoint says of itself. Raises UsageError for one of another format, or damaged."""
+    try:
+        values = json.loads((folder / META).read_text())
+        if values.get("format") != FORMAT:
+            raise UsageError(f"{folder}: checkpoint format {values.get('format')}, wanted {FORMAT}")
+        return Meta(**values)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"{folder}: its {META} cannot be read: {error}") from None
 
 
-def saved(root: Path, metric: str) -> list[Saved]:
+def saved(root: Path) -> list[Saved]:
     """The whole checkpoints in `root` with their scores, by step."""
-    return [Saved(folder=f, step=_step(f), score=read_meta(f).metrics.get(metric)) for f in steps(root)]
+    return [Saved(folder=f, step=_step(f), score=read_meta(f).metrics.get("solve_rate")) for f in steps(root)]
 
 
 def to_remove(checkpoints: Sequence[Saved], keep_last: int, keep_best: int) -> list[Saved]:
@@ -107,7 +109,7 @@ def to_remove(checkpoints: Sequence[Saved], keep_last: int, keep_best: int) -> l
 
 def prune(root: Path, keep: Keep) -> None:
     """Removes the checkpoints that need not stay."""
-    for checkpoint in to_remove(saved(root, keep.metric), keep.last, keep.best):
+    for checkpoint in to_remove(saved(root), keep.last, keep.best):
         remove(checkpoint.folder)
 
 

@@ -9,22 +9,21 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from lego.child import Child
-from lego.errors import GateError, TrainerError, UsageError
+from lego.errors import GateError, TrainerError
 from lego.learn import packing
-from lego.learn.algorithms import GSPO, Algorithm, name_of
-from lego.learn.checkpoint_folder import Keep, find
-from lego.learn.layout import MODEL_TYPES, Layout, layout_problems, model_sizes
+from lego.learn.checkpoint_folder import find
 from lego.learn.ranks import Ranks
-from lego.learn.report import StepReport, Worst
-from lego.learn.schedule import Schedule
+from lego.learn.report import Measured, StepReport
+from lego.learn.settings import Settings
+from lego.learn.trainer import TrainerSpec
 from lego.records import Sample
 
 log = logging.getLogger(__name__)
@@ -48,134 +47,8 @@ class Gates(Protocol):
     def min_routing_coverage(self) -> float: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerSpec:
-    """torchtitan ranks that train the policy."""
-
-    lr: float = 1e-6
-    """Learning rate of AdamW."""
-    lr_warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on from there, to `lr_min_share` of itself at the last step."""
-    lr_min_share: float = 0.0
-    """Share of the learning rate that a decay ends at."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
-    weight_decay: float = 0.0
-    """Decay of matrices; norms have none."""
-    grad_clip: float = 1.0
-    """Largest global gradient norm; larger ones are scaled down."""
-    world_size: int = 1
-    """Trainer ranks: processes, one a GPU where there are GPUs. FSDP2 shards over those that nothing else takes."""
-    replicate: int = 1
-    """Copies of the sharded weights (HSDP); divides world_size."""
-    expert_parallel: int = 1
-    """Ranks over which the experts are spread; divides world_size."""
-    tensor_parallel: int = 1
-    """Ranks over which each matrix is spread; divides world_size and the key-value heads."""
-    context_parallel: int = 1
-    """Ranks over which a sequence is spread; only 1: torchtitan 0.3 has it for no packed (varlen) attention."""
-    cpu_offload: bool = False
-    """Weights, gradients and optimizer state wait in CPU memory; slower, and smaller on the GPU."""
-    token_budget: int = 8192
-    """Tokens of one micro-batch of one rank; the longest segment that is trained whole."""
-    over_budget: Literal["error", "drop", "split"] = "error"
-    """A longer segment stops the run, is left out and counted, or is trained in pieces whose context is cut."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation; master weights are float32."""
-    export_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of exported weights; as `dtype` if not given."""
-    threads: int = 2
-    """CPU threads of all ranks together; each gets an equal part, at least one."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass to save memory."""
-    stall_s: float = 30.0
-    """A rank without progress for so long inside a command is taken for stuck."""
-    start_timeout_s: float = 300.0
-    """Time for all ranks to load the model."""
-
-    @property
-    def layout(self) -> Layout:
-        """How the ranks share the model."""
-        return Layout(
-            world_size=self.world_size,
-            replicate=self.replicate,
-            expert_parallel=self.expert_parallel,
-            tensor_parallel=self.tensor_parallel,
-            dtype=self.dtype,
-            max_length=self.token_budget,
-            checkpointing=self.activation_checkpointing,
-            offload=self.cpu_offload,
-            stall_s=self.stall_s,
-        )
-
-    def schedule(self, steps: int | None) -> Schedule:
-        """The learning rate over a run of so many steps."""
-        return Schedule(
-            warmup_steps=self.lr_warmup_steps, decay=self.lr_decay, min_share=self.lr_min_share, steps=steps
-        )
-
-    def problems(self, config: Mapping[str, Any] | None, steps: int | None) -> Iterator[str]:
-        """Each thing that cannot be, with a model of this config.json if it is known, as `field: value, wanted`."""
-        if not self.lr > 0:
-            yield f"trainer.lr: {self.lr}, wanted more than 0"
-        for name in ("token_budget", "threads"):
-            if getattr(self, name) < 1:
-                yield f"trainer.{name}: {getattr(self, name)}, wanted 1 or more"
-        if self.context_parallel != 1:
-            yield (
-                f"trainer.context_parallel: {self.context_parallel}, wanted 1: torchtitan 0.3 spreads no sequence of "
-                "packed (varlen) attention or of Qwen3.5 over ranks; tensor_parallel spreads activations too"
-            )
-        try:
-            self.schedule(steps)
-        except ValueError as error:
-            yield f"trainer.{error}"
-        if config is not None and config.get("model_type") not in MODEL_TYPES:
-            yield f"policy: model_type {config.get('model_type')!r}, wanted one of {', '.join(MODEL_TYPES)}"
-        elif config is not None:
-            for problem in layout_problems(self.layout, model_sizes(config)):
-                yield f"trainer.{problem}"
-
-    @asynccontextmanager
-    async def open(
-        self,
-        model: Path,
-        run: Path,
-        algorithm: Algorithm | None = None,
-        *,
-        temperature: float = 1.0,
-        steps: int | None = None,
-        keep: Keep | None = None,
-        shared: Path | None = None,
-    ) -> "AsyncIterator[Trainer]":
-        """Starts the ranks on a model folder; logs go to `run`/trainer. The ranks end with the block, or the driver.
-
-        Batches pass through a new folder in `shared`, by default the machine's shared memory; checkpoints go to
-        `run`/checkpoints, where `keep` says which stay. `steps` are those of the whole run, for the learning rate.
-
-        `temperature` is the one all tokens were sampled at. Raises UsageError for a model that is not there or that
-        this layout does not fit, before any process starts; TrainerError if a rank fails.
-        """
-        _check_model(model)
-        problems = list(self.problems(json.loads((model / "config.json").read_text()), steps))
-        if problems:
-            raise UsageError("\n".join(problems))
-        logs = run / "trainer"
-        logs.mkdir(parents=True, exist_ok=True)
-        (logs / "failure.json").unlink(missing_ok=True)
-        with _wire_folder(shared) as wire:
-            settings = _settings(self, model, run, wire, algorithm or GSPO()) | {
-                "schedule": asdict(self.schedule(steps)),
-                "keep": asdict(keep or Keep()),
-            }
-            async with _opened(self, settings, logs, wire, temperature) as trainer:
-                yield trainer
-
-
 @contextmanager
-def _wire_folder(home: Path | None) -> Iterator[Path]:
+def wire_folder(home: Path | None) -> Iterator[Path]:
     """A private folder in `home`, by default in shared memory, for batches and the control socket."""
     home = home or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
     folder = Path(tempfile.mkdtemp(prefix="lego-trainer-", dir=home))
@@ -185,43 +58,18 @@ def _wire_folder(home: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_model(model: Path) -> None:
-    if not (model / "config.json").is_file():
-        raise UsageError(f"policy: {model} has no config.json; wanted a model folder in HF layout")
-    if not any(model.glob("*.safetensors")):
-        raise UsageError(f"policy: {model} has no .safetensors file; wanted a model folder in HF layout")
-
-
-def _settings(spec: TrainerSpec, model: Path, run: Path, shared: Path, algorithm: Algorithm) -> dict[str, Any]:
-    """What `worker.Settings` reads, but its schedule and what is kept."""
-    return {
-        "control": f"ipc://{shared / 'control'}",
-        "progress": str(shared / "progress.{rank}"),
-        "model": str(model.resolve()),
-        "layout": asdict(spec.layout),
-        "export_dtype": spec.export_dtype or spec.dtype,
-        "lr": spec.lr,
-        "betas": spec.betas,
-        "weight_decay": spec.weight_decay,
-        "grad_clip": spec.grad_clip,
-        "algorithm_name": name_of(algorithm),
-        "algorithm": asdict(algorithm),
-        "checkpoints": str((run / "checkpoints").resolve()),
-    }
-
-
 @asynccontextmanager
-async def _opened(
-    spec: TrainerSpec, settings: Mapping[str, Any], logs: Path, shared: Path, temperature: float
-) -> "AsyncIterator[Trainer]":
+async def opened(spec: TrainerSpec, settings: Settings, logs: Path, temperature: float) -> "AsyncIterator[Trainer]":
+    """The ranks started with these settings, and ready."""
+    shared = Path(settings.shared)
     path = shared / "settings.json"
-    path.write_text(json.dumps(settings))
+    settings.write(path)
     threads = max(1, spec.threads // spec.world_size)
     env = dict(os.environ) | THREADING | {"OMP_NUM_THREADS": str(threads)}
     argv = [sys.executable, "-m", "lego.learn.launch", str(spec.world_size), str(logs), str(path)]
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(settings["control"])
+        socket.bind(settings.control)
         async with Child(argv, env=env, log=logs / "launch.log", grace_s=5.0) as child:
             trainer = Trainer(spec, child, socket, logs, shared, temperature)
             await trainer.ready()
@@ -248,6 +96,7 @@ class Trainer:
         self._cost: packing.Cost | None = None
         self._seen: list[tuple[Sequence[int], float]] = []
         self._stepped = False
+        self._batches = 0
         self._broken = False
 
     @property
@@ -273,7 +122,9 @@ class Trainer:
         if `on_policy`, that is if all tokens were sampled by the weights now held. Raises GateError if one is
         breached, and then nothing was stepped; TrainerError for samples that cannot be packed.
         """
-        path = self.shared / "batch.safetensors"
+        # Of its own: a step that was cut short may still be packing, and is not to write over the next one's.
+        self._batches += 1
+        path = self.shared / f"batch-{self._batches}.safetensors"
         try:
             batch = await asyncio.to_thread(self._pack, samples, path)
         except ValueError as error:
@@ -282,22 +133,19 @@ class Trainer:
             answer = await self._command("step", batch=str(path), gates=_thresholds(gates, on_policy))
         finally:
             path.unlink(missing_ok=True)
-        self._learn_cost(batch, answer.pop("part_seconds"))
-        worst = _worst(answer.pop("worst"), samples)
-        breach = answer.pop("breach")
-        if breach is not None:
-            raise GateError(f"{breach}; worst: {worst}; the optimizer did not step")
-        seconds = answer.pop("seconds") | {"wall": answer.pop("wall_s")}
-        answer["log_ratio_counts"] = tuple(answer["log_ratio_counts"])
+        found = Measured.parse(answer)
+        self._learn_cost(batch, found.part_seconds)
+        if found.worst is not None:
+            found = replace(found, worst=replace(found.worst, trial=samples[found.worst.sample].trial))
+        if found.breach is not None:
+            raise GateError(f"{found.breach}; worst: {found.worst}; the optimizer did not step")
         return StepReport(
-            **answer,
+            **vars(found),
             fed=batch.fed,
             segments=batch.segments,
             micro_batches=len(batch.ranks[0]),
             dropped=len(batch.dropped),
             split_tokens=batch.split_tokens,
-            worst=worst,
-            seconds=seconds,
         )
 
     def _pack(self, samples: Sequence[Sample], path: Path) -> packing.Batch:
@@ -312,7 +160,8 @@ class Trainer:
             cost=self._cost,
         )
         for lost in batch.dropped:
-            log.warning("sample %d of %s is not trained on: %s (%d tokens)", *vars(lost).values())
+            said = lost.sample, lost.trial, lost.reason, lost.tokens
+            log.warning("sample %d of %s is not trained on: %s (%d tokens)", *said)
         packing.write(batch, path)
         return batch
 
@@ -383,13 +232,6 @@ class Trainer:
         finally:
             answer.cancel()
             ended.cancel()
-
-
-def _worst(token: Mapping[str, Any] | None, samples: Sequence[Sample]) -> Worst | None:
-    if token is None:
-        return None
-    values = dict(token)
-    return Worst(trial=samples[values.pop("sample")].trial, token=values.pop("place"), **values)
 
 
 def _thresholds(gates: Gates | None, on_policy: bool) -> dict[str, float]:

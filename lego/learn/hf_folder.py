@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lego.errors import UsageError
+from lego.errors import TrainerError, UsageError
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -60,8 +60,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UsageError(f"{index} is not an index of weights: {error!r}") from None
         return [folder / name for name in sorted(names)]
     found = sorted(folder.glob("*.safetensors"))
@@ -90,9 +90,12 @@ def copy_others(source: Path, target: Path) -> None:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes one safetensors file; it appears complete or not at all."""
+    """Writes one safetensors file; it appears complete or not at all. Raises TrainerError if it cannot be written."""
     part = path.with_name(path.name + ".part")
-    save_file(dict(tensors), part, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), part, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise TrainerError(f"{path} cannot be written: {error}") from error
     part.rename(path)
 
 

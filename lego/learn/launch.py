@@ -67,8 +67,7 @@ def main() -> int:
         elastic_launch(config, sys.executable)("-m", "lego.learn.worker", settings)
     except ChildFailedError as error:
         rank, failure = first_cause({int(r): f for r, f in error.failures.items()})
-        report = {"rank": rank, "what": describe(failure), "failed": sorted(int(r) for r in error.failures)}
-        (logs / "failure.json").write_text(json.dumps(report))
+        (logs / "failure.json").write_text(json.dumps({"rank": rank, "what": describe(failure)}))
         return 1
     return 0
 

@@ -30,10 +30,10 @@ class Layout:
     dtype: DType = "float32"
     """Of the computation; weights, gradients and moments are float32."""
     max_length: int = 4096
-    checkpointing: Checkpointing = "none"
-    offload: bool = False
+    activation_checkpointing: Checkpointing = "none"
+    cpu_offload: bool = False
     """Weights, gradients and optimizer state wait in CPU memory."""
-    stall_s: float = 30.0
+    stall_s: float = 25.0
 
     @property
     def data_ranks(self) -> int:
@@ -65,11 +65,12 @@ class ModelSizes:
 
 
 def model_sizes(config: Mapping[str, Any]) -> ModelSizes:
-    """The sizes in an HF config.json."""
-    text = config.get("text_config") or config
+    """The sizes in an HF config.json; 0 for what is not there, or no whole number."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) else config
 
     def size(*names: str) -> int:
-        return next((int(text[name]) for name in names if text.get(name)), 0)
+        return next((text[name] for name in names if isinstance(text.get(name), int) and text[name]), 0)
 
     return ModelSizes(
         heads=size("num_attention_heads"),

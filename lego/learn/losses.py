@@ -4,9 +4,7 @@ The step's counts come from outside, so a loss is the same however its tokens ar
 and ranks: add the parts up.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -154,7 +152,12 @@ def _masked(tokens: Tokens) -> Tokens:
     return replace(tokens, **{name: torch.where(tokens.mask_T, value, 0.0) for name, value in held.items()})
 
 
-def _objective(algorithm: Algorithm, tokens: Tokens, totals: Totals) -> Objective:
+def objective(algorithm: Algorithm, tokens: Tokens, totals: Totals) -> Objective:
+    """The algorithm's loss: mean of correction x (KL and entropy terms less what the policy gains).
+
+    Tokens that clipping or the correction leaves out still count in the mean. A KL term needs `reference_T`, an
+    entropy bonus `entropy_T`.
+    """
     assert tokens.reference_T is not None or not algorithm.kl_coef, "a KL term without a reference"
     assert tokens.entropy_T is not None or not algorithm.entropy_coef, "an entropy bonus without entropies"
     tokens = _masked(tokens)
@@ -176,15 +179,6 @@ def _objective(algorithm: Algorithm, tokens: Tokens, totals: Totals) -> Objectiv
         weight_T=weight_T,
         kl_T=None if kl_T is None else kl_T.detach(),
     )
-
-
-def objective(algorithm: Algorithm) -> Callable[[Tokens, Totals], Objective]:
-    """The algorithm's loss: mean of correction x (KL and entropy terms less what the policy gains).
-
-    Tokens that clipping or the correction leaves out still count in the mean. A KL term needs `reference_T`, an
-    entropy bonus `entropy_T`.
-    """
-    return partial(_objective, algorithm)
 
 
 def effective_sample_share(weight_sum: float, weight_square_sum: float, count: float) -> float | None:

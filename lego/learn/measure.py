@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from lego.learn.losses import Objective, Tokens, effective_sample_share, k3, log_ratio
 from lego.learn.replay import RowCount
-from lego.learn.report import LOG_RATIO_EDGES
+from lego.learn.report import LOG_RATIO_EDGES, Measured, Worst
 
 SUMS = (
     "tokens", "loss", "k1", "k3", "kl", "ratio", "clipped", "entropy", "difference", "weight", "weight_square",
@@ -19,27 +18,12 @@ SUMS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Token:
-    """A trained token: its segment's sample, its place there, and both log-probabilities."""
-
-    sample: int
-    place: int
-    sampled: float
-    trainer: float
-
-    @property
-    def difference(self) -> float:
-        """How far trainer and sampler are apart."""
-        return abs(self.trainer - self.sampled)
-
-
 class Sums:
     """float64 sums over tokens and the worst token, first of this rank and after `reduce` of all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in SUMS}
-        self._worst: list[Token] = []
+        self._worst: list[Worst] = []
         self._furthest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, **values: torch.Tensor | float) -> None:
@@ -53,31 +37,32 @@ class Sums:
         self.add(returns=wanted.sum(), returns_square=wanted.square().sum())
         self.add(residual=residual.sum(), residual_square=residual.square().sum())
 
-    def see(self, token: Token, probability_difference: torch.Tensor) -> None:
+    def see(self, worst: Worst, probability_difference: torch.Tensor) -> None:
         """Keeps the worst token and the largest difference of probabilities."""
-        self._worst = [max([*self._worst, token], key=lambda t: t.difference)]
+        self._worst = [max([*self._worst, worst], key=_distance)]
         self._furthest = torch.maximum(self._furthest, probability_difference.double())
 
-    def reduce(self, group: dist.ProcessGroup | None) -> "Step":
-        """Sums and maxima over the ranks of a group that each hold other tokens; the same on each."""
+    def reduce(self, group: dist.ProcessGroup | None) -> Measured:
+        """The numbers over the ranks of a group that each hold other tokens; the same on each."""
         sums = torch.stack(list(self._sums.values()))
         dist.all_reduce(sums, group=group)
         dist.all_reduce(self._furthest, op=dist.ReduceOp.MAX, group=group)
-        found: list[list[Token]] = [[] for _ in range(dist.get_world_size(group))]
+        found: list[list[Worst]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(found, self._worst, group=group)
-        tokens = [token for rank in found for token in rank]
-        return Step(
-            total=dict(zip(self._sums, sums.tolist(), strict=True)),
-            worst=max(tokens, key=lambda t: t.difference, default=None),
-            probability_difference=float(self._furthest),
-        )
+        worst = max((token for rank in found for token in rank), key=_distance, default=None)
+        return _measured(dict(zip(self._sums, sums.tolist(), strict=True)), worst, float(self._furthest))
+
+
+def _distance(token: Worst) -> float:
+    """What is no number is furthest."""
+    return math.inf if math.isnan(token.difference) else token.difference
 
 
 @torch.no_grad()
 def measure(
-    sums: Sums, tokens: Tokens, result: Objective, rows: RowCount, sample_T: torch.Tensor, place_T: torch.Tensor
+    sums: Sums, tokens: Tokens, result: Objective, rows: RowCount, sample_T: torch.Tensor, token_T: torch.Tensor
 ) -> None:
-    """Adds a micro-batch's numbers. `sample_T` and `place_T` say which token of which sample each is."""
+    """Adds a micro-batch's numbers. `sample_T` and `token_T` say which token of which sample each is."""
     sums.add(rows_needed=rows.needed, rows_replayed=rows.replayed, rows_live=rows.live, loss=result.loss)
     sums.add(choices=rows.choices, agreed=rows.agreed)
     mask = tokens.mask_T
@@ -98,68 +83,56 @@ def measure(
         if values_T is not None:
             sums.add(**{name: values_T[mask].double().sum()})
     worst = int((trainer - sampled).abs().argmax())
-    token = Token(
+    found = Worst(
         sample=int(sample_T[mask][worst]),
-        place=int(place_T[mask][worst]),
+        token=int(token_T[mask][worst]),
         sampled=float(sampled[worst]),
         trainer=float(trainer[worst]),
     )
-    sums.see(token, (p - q).abs().max())
+    sums.see(found, (p - q).abs().max())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The reduced numbers of a step."""
+def _measured(total: Mapping[str, float], worst: Worst | None, probability_difference: float) -> Measured:
+    n = max(1.0, total["tokens"])
+    return Measured(
+        loss=total["loss"],
+        tokens=round(total["tokens"]),
+        pearson=_pearson(total, probability_difference),
+        max_logprob_difference=worst.difference if worst else 0.0,
+        mean_logprob_difference=total["difference"] / n,
+        max_probability_difference=probability_difference,
+        k1=total["k1"] / n,
+        k3=total["k3"] / n,
+        kl=total["kl"] / n,
+        ratio_mean=total["ratio"] / n,
+        log_ratio_counts=tuple(round(total[f"bin_{i}"]) for i in range(len(LOG_RATIO_EDGES) + 1)),
+        clip_fraction=total["clipped"] / n,
+        entropy=total["entropy"] / n,
+        ess=effective_sample_share(total["weight"], total["weight_square"], n) or 0.0,
+        value_explained=_explained(total),
+        rows_needed=round(total["rows_needed"]),
+        rows_replayed=round(total["rows_replayed"]),
+        rows_live=round(total["rows_live"]),
+        routing_agreement=total["agreed"] / total["choices"] if total["choices"] else 1.0,
+        peak_rss_gib=total["rss_gib"],
+        worst=worst,
+    )
 
-    total: Mapping[str, float]
-    worst: Token | None
-    probability_difference: float
 
-    @property
-    def pearson(self) -> float:
-        """Correlation of sampled and trainer probabilities; of constants, 1 if they agree and 0 if not."""
-        total, n = self.total, max(1.0, self.total["tokens"])
-        var_p = total["pp"] - total["p"] ** 2 / n
-        var_q = total["qq"] - total["q"] ** 2 / n
-        if var_p <= 1e-12 * n or var_q <= 1e-12 * n:
-            return 1.0 if self.probability_difference < 1e-4 else 0.0
-        return (total["pq"] - total["p"] * total["q"] / n) / math.sqrt(var_p * var_q)
+def _pearson(total: Mapping[str, float], probability_difference: float) -> float:
+    """Correlation of sampled and trainer probabilities; of constants, 1 if they agree and 0 if not."""
+    n = max(1.0, total["tokens"])
+    var_p = total["pp"] - total["p"] ** 2 / n
+    var_q = total["qq"] - total["q"] ** 2 / n
+    if var_p <= 1e-12 * n or var_q <= 1e-12 * n:
+        return 1.0 if probability_difference < 1e-4 else 0.0
+    return (total["pq"] - total["p"] * total["q"] / n) / math.sqrt(var_p * var_q)
 
-    @property
-    def coverage(self) -> float:
-        """Share of the needed routing rows that were replayed; 1 where none is needed."""
-        return self.total["rows_replayed"] / self.total["rows_needed"] if self.total["rows_needed"] else 1.0
 
-    def explained(self) -> float:
-        """Share of the returns' variance that the critic explains; 0 without returns that vary."""
-        total, n = self.total, max(1.0, self.total["tokens"])
-        variance = total["returns_square"] / n - (total["returns"] / n) ** 2
-        if variance <= 1e-12:
-            return 0.0
-        return 1 - (total["residual_square"] / n - (total["residual"] / n) ** 2) / variance
-
-    def numbers(self) -> dict[str, object]:
-        """As `StepReport` names them."""
-        total, n = self.total, max(1.0, self.total["tokens"])
-        return {
-            "loss": total["loss"],
-            "tokens": round(total["tokens"]),
-            "pearson": self.pearson,
-            "max_logprob_difference": self.worst.difference if self.worst else 0.0,
-            "mean_logprob_difference": total["difference"] / n,
-            "max_probability_difference": self.probability_difference,
-            "k1": total["k1"] / n,
-            "k3": total["k3"] / n,
-            "kl": total["kl"] / n,
-            "ratio_mean": total["ratio"] / n,
-            "log_ratio_counts": [round(total[f"bin_{i}"]) for i in range(len(LOG_RATIO_EDGES) + 1)],
-            "clip_fraction": total["clipped"] / n,
-            "entropy": total["entropy"] / n,
-            "ess": effective_sample_share(total["weight"], total["weight_square"], n) or 0.0,
-            "value_explained": self.explained(),
-            "rows_needed": round(total["rows_needed"]),
-            "rows_replayed": round(total["rows_replayed"]),
-            "rows_live": round(total["rows_live"]),
-            "routing_agreement": total["agreed"] / total["choices"] if total["choices"] else 1.0,
-            "peak_rss_gib": total["rss_gib"],
-        }
+def _explained(total: Mapping[str, float]) -> float:
+    """Share of the returns' variance that the critic explains; 0 without returns that vary."""
+    n = max(1.0, total["tokens"])
+    variance = total["returns_square"] / n - (total["returns"] / n) ** 2
+    if variance <= 1e-12:
+        return 0.0
+    return 1 - (total["residual_square"] / n - (total["residual"] / n) ** 2) / variance

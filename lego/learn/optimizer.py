@@ -1,7 +1,5 @@
-"""AdamW over a network's parameters by name: who decays, at which learning rate, and what of it is saved."""
+"""AdamW over a network's parameters by name: who decays, and what of it is saved."""
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,23 +24,15 @@ class AdamW:
         betas: tuple[float, float],
         weight_decay: float,
         schedule: Schedule | None = None,
-        own_lr: Mapping[str, float] | None = None,
     ) -> None:
-        """`own_lr` gives parameters whose name a pattern is found in their own rate; the first that matches counts.
-
-        Raises ValueError for a pattern that is left without a parameter.
-        """
         self.network, self.schedule = network, schedule or Schedule()
         self._position = torch.zeros((), dtype=torch.int64)
-        rates = rate_of({n: lr for n, p in network.parameters().items() if p.requires_grad}, own_lr or {})
-        groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-        for name, rate in rates.items():
-            parameter = network.parameters()[name]
-            groups.setdefault((rate, weight_decay if parameter.ndim > 1 else 0.0), []).append(parameter)
-        # `base` is ours: torch carries a group's further fields along.
-        described = [{"params": p, "base": rate, "weight_decay": decay} for (rate, decay), p in groups.items()]
-        self.inner = torch.optim.AdamW(described, lr=lr, betas=betas, foreach=True)
-        self._trained = {name: network.parameters()[name] for name in rates}
+        self._trained = {name: p for name, p in network.parameters().items() if p.requires_grad}
+        groups: dict[float, list[torch.nn.Parameter]] = {}
+        for parameter in self._trained.values():
+            groups.setdefault(weight_decay if parameter.ndim > 1 else 0.0, []).append(parameter)
+        described = [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
+        self.inner = torch.optim.AdamW(described, lr=lr, betas=betas, fused=True)
         self._lr = lr
 
     @property
@@ -52,13 +42,13 @@ class AdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the step to come, of parameters without their own."""
+        """Learning rate of the step to come."""
         return self._lr * self.schedule.share(self.position)
 
     def step(self) -> None:
         """Applies the gradients and clears them."""
         for group in self.inner.param_groups:
-            group["lr"] = group["base"] * self.schedule.share(self.position)
+            group["lr"] = self.lr
         self.inner.step()
         self._position += 1
         self.clear()
@@ -77,19 +67,7 @@ class AdamW:
         for name, parameter in self._trained.items():
             moments: dict[str, Any] = self.inner.state[parameter]
             if not moments:
-                moments |= {"step": torch.tensor(0.0)}
+                moments |= {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
                 moments |= {key: torch.zeros_like(parameter.detach()) for key in MOMENTS}
             state |= {f"{key}.{name}": moments[key] for key in ("step", *MOMENTS)}
         return state
-
-
-def rate_of(names: Mapping[str, float], own_lr: Mapping[str, float]) -> dict[str, float]:
-    """Each name's learning rate: its own by the first pattern found in it, or else the one it came with."""
-    left, rates = dict(names), {}
-    for pattern, rate in own_lr.items():
-        found = [name for name in left if re.search(pattern, name)]
-        if not found:
-            raise ValueError(f"learning rate {rate} is for {pattern!r}, which no parameter is left for")
-        rates |= {name: rate for name in found}
-        left = {name: lr for name, lr in left.items() if name not in rates}
-    return rates | left

@@ -5,8 +5,9 @@ fed token has a routing row and nothing after the last trained token is computed
 and weighed follows from the segment's mask alone.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,8 @@ from lego.records import Sample, Segment
 
 UNRECORDED = -1
 PADDING = -2
+ROUTES = np.int16
+"""Type of recorded experts in a batch."""
 
 Array = NDArray[np.generic]
 
@@ -171,8 +174,9 @@ def pack(
     counts them. A ratio or an advantage over a whole sequence sees a piece at a time.
 
     Without a cost, tokens are balanced. Raises ValueError for a sample over the budget where that is an error, for
-    one whose first token is sampled (nothing predicts it), if nothing is left to train on, or if the budget is no
-    multiple of `multiple_of`.
+    one whose first token is sampled (nothing predicts it), for a sampled log-probability that is not finite or
+    experts that are no whole numbers from 0 on, if nothing is left to train on, or if the budget is no multiple of
+    `multiple_of`.
     """
     if token_budget % multiple_of:
         raise ValueError(f"token_budget={token_budget} is no multiple of {multiple_of}")
@@ -201,6 +205,8 @@ def _pieces(index: int, sample: Sample, budget: int, over_budget: OverBudget) ->
     name = f"sample {index} ({sample.trial})" if sample.trial else f"sample {index}"
     if len(segment.mask_T) and segment.mask_T[0]:
         raise ValueError(f"{name}: its first token is marked as sampled, but no token precedes it")
+    for wrong in _wrong_numbers(segment):
+        raise ValueError(f"{name}: {wrong}")
     if length > budget and over_budget == "error":
         raise ValueError(f"{name} feeds {length} tokens, more than token_budget={budget}")
     if length > budget and over_budget == "split":
@@ -209,6 +215,21 @@ def _pieces(index: int, sample: Sample, budget: int, over_budget: OverBudget) ->
         return [_Piece(index=index, sample=sample, segment=segment, start=0, weight=sample.weight)]
     reason = f"more tokens than token_budget={budget}" if length else "no sampled token"
     return Dropped(sample=index, trial=sample.trial, reason=reason, tokens=length)
+
+
+def _wrong_numbers(segment: Segment) -> Iterator[str]:
+    """What would train as if it were something else, in words."""
+    odd = np.flatnonzero(segment.mask_T & ~np.isfinite(segment.logprobs_T))
+    if len(odd):
+        yield f"token {odd[0]} was sampled with log-probability {segment.logprobs_T[odd[0]]}"
+    if segment.routing_TLK is None:
+        return
+    ids_NLK, most = segment.routing_TLK[segment.routed_T], np.iinfo(ROUTES).max
+    if not np.issubdtype(ids_NLK.dtype, np.integer):
+        yield f"its experts are of type {ids_NLK.dtype}, want whole numbers"
+    # Kept in 16 bits a larger id is another expert's, and a negative one says that nothing was recorded.
+    elif ids_NLK.size and not (ids_NLK.min() >= 0 and ids_NLK.max() <= most):
+        yield f"its experts are {ids_NLK.min()} to {ids_NLK.max()}, want 0 to {most} at most"
 
 
 def _split(index: int, sample: Sample, budget: int) -> list[_Piece]:
@@ -239,21 +260,33 @@ def _only(segment: Segment, first: int) -> Segment:
 def _bins(lengths: Sequence[int], ranks: int, budget: int, cost: Cost) -> list[list[int]]:
     """Indices by micro-batch, a multiple of `ranks` of them; `lengths` come longest first.
 
-    Dearest first into the cheapest bin with room, with as few bins as fit. The bins come dearest first and are
-    dealt so that bin i belongs to rank i modulo `ranks`: the ranks wait for each other in every round.
+    The bins come dearest first and are dealt so that bin i belongs to rank i modulo `ranks`: the ranks wait for each
+    other in every round.
     """
-    rounds = -(-sum(lengths) // (ranks * budget))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
-        room, seconds = np.full(len(bins), budget), np.zeros(len(bins))
-        for index, length in enumerate(lengths):
-            cheapest = int(np.where(room >= length, seconds, np.inf).argmin())
-            bins[cheapest].append(index)
-            room[cheapest] -= length
-            seconds[cheapest] += cost.seconds([length])
-        if room.min() >= 0:
-            return _deal(bins, seconds, ranks)
-        rounds += 1
+
+    def filled(rounds: int) -> tuple[list[list[int]], NDArray[np.float64]] | None:
+        return _filled(lengths, rounds * ranks, budget, cost)
+
+    least, most = -(-sum(lengths) // (ranks * budget)), -(-len(lengths) // ranks)
+    found = filled(bisect_left(range(most), True, lo=least, key=lambda rounds: filled(rounds) is not None))
+    assert found is not None, "a bin for each did not do"
+    return _deal(*found, ranks)
+
+
+def _filled(
+    lengths: Sequence[int], count: int, budget: int, cost: Cost
+) -> tuple[list[list[int]], NDArray[np.float64]] | None:
+    """Dearest first into the cheapest bin with room: indices and seconds by bin; None if that needs more bins."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room, seconds = np.full(count, budget), np.zeros(count)
+    for index, length in enumerate(lengths):
+        cheapest = int(np.where(room >= length, seconds, np.inf).argmin())
+        if room[cheapest] < length:
+            return None
+        bins[cheapest].append(index)
+        room[cheapest] -= length
+        seconds[cheapest] += cost.seconds([length])
+    return bins, seconds
 
 
 def _deal(bins: list[list[int]], seconds: NDArray[np.float64], ranks: int) -> list[list[int]]:
@@ -291,7 +324,7 @@ def _micro_batch(pieces: Sequence[_Piece], temperature: float, shape: tuple[int,
 
 
 def _routing(pieces: Sequence[_Piece], starts: Array, tokens: int, shape: tuple[int, ...]) -> Array:
-    rows_TLK = np.full((tokens, *shape), PADDING, np.int16)
+    rows_TLK = np.full((tokens, *shape), PADDING, ROUTES)
     for piece, start in zip(pieces, starts, strict=False):
         recorded, n = piece.segment.routing_TLK, piece.length
         part_TLK = rows_TLK[start : start + n]

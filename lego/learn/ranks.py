@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lego.errors import TrainerError, UsageError
+from lego.learn import progress
 
 LOG_LINES = 30
 WATCHDOG = "Timeout ("
@@ -23,11 +24,11 @@ class Ranks:
 
     def overdue(self) -> bool:
         """Whether a rank inside a command made no progress in its time."""
-        return any(due < time.monotonic() for _, due in self._progress().values())
+        return any(told.due < time.monotonic() for told in self._progress().values())
 
     def stuck(self) -> TrainerError:
         """The rank that is furthest behind; of those level with it, one that does not just wait for others."""
-        counts = {rank: count for rank, (count, _) in self._progress().items()}
+        counts = {rank: told.count for rank, told in self._progress().items()}
         level = [rank for rank, count in counts.items() if count == min(counts.values())]
         tails = {rank: self._tail(rank) for rank in level}
         rank = next((r for r in level if "/torch/" not in _innermost(tails[r])), level[0])
@@ -48,14 +49,10 @@ class Ranks:
             return UsageError(what.removeprefix("UsageError: ").rpartition(" (exit")[0])
         return TrainerError(f"trainer rank {rank} failed: {what}\n{self._tail(rank)}")
 
-    def _progress(self) -> dict[int, tuple[int, float]]:
-        """Of each rank that lives: how many steps of work it began, and when (monotonic) the next is due."""
-        found = {}
-        for rank in range(self.count):
-            path = self.shared / f"progress.{rank}"
-            words = path.read_text().split() if path.exists() else []
-            found |= {rank: (int(words[0]), float(words[1]))} if len(words) == 2 else {}
-        return found
+    def _progress(self) -> dict[int, progress.Progress]:
+        """Of each rank that lives."""
+        told = {rank: progress.read(self.shared, rank) for rank in range(self.count)}
+        return {rank: found for rank, found in told.items() if found is not None}
 
     def _tail(self, rank: int) -> str:
         logs = sorted(self.logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)

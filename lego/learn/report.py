@@ -1,24 +1,32 @@
 """What one optimizer step found, for people, curves and the run's account."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from lego.records import Histogram
 
 LOG_RATIO_EDGES = (-1.0, -0.3, -0.1, -1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
 """Bounds of the histogram of log(trainer / sampled); its first and last bin are open."""
-NOT_CURVES = ("seconds", "worst", "log_ratio_counts")
+NOT_CURVES = ("seconds", "part_seconds", "worst", "breach", "log_ratio_counts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worst:
     """The trained token on which trainer and sampler differ most."""
 
-    trial: str
+    sample: int
+    """Its sample's place in the batch."""
     token: int
     """Its place in its segment."""
     sampled: float
     trainer: float
+    trial: str = ""
+
+    @property
+    def difference(self) -> float:
+        """How far the two log-probabilities are apart."""
+        return abs(self.trainer - self.sampled)
 
     def __str__(self) -> str:
         return (
@@ -28,26 +36,12 @@ class Worst:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one optimizer step found; sums are over all ranks."""
+class Measured:
+    """What the ranks found in one optimizer step; sums are over all of them."""
 
     loss: float
-    lr: float
-    grad_norm: float
-    """Before clipping."""
-    grad_norm_experts: float
-    """Of the routed experts alone."""
     tokens: int
     """Trained (sampled) tokens."""
-    fed: int
-    """Tokens that passed the network."""
-    segments: int
-    micro_batches: int
-    """Of each rank."""
-    dropped: int
-    """Samples left out, longer than the token budget."""
-    split_tokens: int
-    """Trained tokens whose context was cut to the token budget."""
     pearson: float
     """Correlation of sampled and trainer probabilities on trained tokens."""
     max_logprob_difference: float
@@ -65,11 +59,8 @@ class StepReport:
     """Effective share of the tokens under their importance weights, 0 to 1."""
     kl: float
     """Mean KL to the reference; 0 without one."""
-    value_loss: float
-    """Of the critic's last update; 0 without a critic."""
     value_explained: float
     """Share of the returns' variance that the critic explains; 0 without a critic."""
-    critic_grad_norm: float
     rows_needed: int
     """MoE layers x fed tokens."""
     rows_replayed: int
@@ -78,12 +69,51 @@ class StepReport:
     """Share of the replayed expert choices that the trainer's own router would have made; 1 in a dense model."""
     peak_rss_gib: float
     worst: Worst | None
+    breach: str | None = None
+    """The gate that did not hold, in words; then nothing was stepped."""
+    lr: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping; 0 if the policy was not stepped."""
+    grad_norm_experts: float = 0.0
+    """Of the routed experts alone."""
+    value_loss: float = 0.0
+    """Of the critic's last update; 0 without a critic."""
+    critic_grad_norm: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase."""
+    part_seconds: tuple[float, ...] = ()
+    """Of each micro-batch of rank 0."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "Measured":
+        """What `asdict` and JSON made of one."""
+        found = cls(**values)
+        return replace(
+            found,
+            worst=Worst(**values["worst"]) if found.worst else None,
+            log_ratio_counts=tuple(found.log_ratio_counts),
+            part_seconds=tuple(found.part_seconds),
+        )
 
     @property
     def routing_coverage(self) -> float:
         """Share of the needed routing rows that were replayed; 1 where none is needed."""
         return self.rows_replayed / self.rows_needed if self.rows_needed else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(Measured):
+    """What one optimizer step found, and how its samples were packed."""
+
+    fed: int
+    """Tokens that passed the network."""
+    segments: int
+    micro_batches: int
+    """Of each rank."""
+    dropped: int
+    """Samples left out, longer than the token budget."""
+    split_tokens: int
+    """Trained tokens whose context was cut to the token budget."""
 
     def histograms(self) -> dict[str, Histogram]:
         """Its distributions by metric name."""

@@ -5,8 +5,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,12 @@ import torch.distributed as dist
 from lego.errors import TrainerError
 from lego.learn.algorithms import ActorCritic, Algorithm
 from lego.learn.gae import gae, value_loss
-from lego.learn.heads import CHUNK
 from lego.learn.losses import Tokens, Totals, objective
-from lego.learn.measure import Step, Sums, measure
+from lego.learn.measure import Sums, measure
 from lego.learn.optimizer import AdamW
-from lego.learn.packing import PADDING, UNRECORDED, MicroBatch, RankBatch
+from lego.learn.packing import RankBatch
+from lego.learn.report import Measured
+from lego.learn.row import Row
 from lego.learn.titan import Critic, Network, Policy
 
 
@@ -66,55 +66,6 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A micro-batch on the device, axes as in `MicroBatch`. An empty one has one masked row to call the head with."""
-
-    ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    routing_TLK: torch.Tensor
-    rows_R: torch.Tensor
-    labels_R: torch.Tensor
-    sampled_R: torch.Tensor
-    temperature_R: torch.Tensor
-    token_R: torch.Tensor
-    segment_R: torch.Tensor
-    sample_S: torch.Tensor
-    length_S: torch.Tensor
-    advantage_S: torch.Tensor
-    weight_S: torch.Tensor
-    reward_S: torch.Tensor
-    mask_R: torch.Tensor
-
-    @classmethod
-    def of(cls, part: MicroBatch, device: torch.device) -> "Row":
-        """A micro-batch moved to the device; whole numbers as int64."""
-        arrays = {f.name: torch.from_numpy(getattr(part, f.name)) for f in fields(part)}
-        if part.empty:
-            arrays |= {name: torch.zeros(1, dtype=a.dtype) for name, a in arrays.items() if name.endswith(("_R", "_S"))}
-            arrays |= {"temperature_R": torch.ones(1)}
-        moved = {n: a.to(device, torch.float32 if a.is_floating_point() else torch.int64) for n, a in arrays.items()}
-        return cls(**moved, mask_R=torch.full_like(moved["labels_R"], not part.empty, dtype=torch.bool))
-
-    def routing(self, network: Network, recorded: bool = True) -> torch.Tensor:
-        """The rows that a network replays: what was recorded, or the live router's choice for every token."""
-        if recorded and self.routing_TLK.shape[-1]:
-            return self.routing_TLK
-        replay = network.replay
-        live = torch.full((len(self.ids_T), replay.layers, replay.top_k), UNRECORDED, device=self.ids_T.device)
-        live[int(self.length_S.sum()) :] = PADDING
-        return live
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norms:
-    """Gradient norms before clipping."""
-
-    total: float = 0.0
-    experts: float = 0.0
-    """Of the routed experts alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a critic says of a row's tokens: its values, advantages for the policy, returns to learn from."""
 
@@ -126,19 +77,14 @@ class Estimate:
 def policy_logprobs(policy: Policy, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, entropies) [R] of what was sampled, at its temperature."""
     return policy.forward(
-        row.ids_T,
-        row.positions_T,
-        row.rows_R,
-        labels_R=row.labels_R,
-        temperature_R=row.temperature_R,
-        chunk=CHUNK,
+        row.ids_T, row.positions_T, row.rows_R, labels_R=row.labels_R, temperature_R=row.temperature_R
     )
 
 
 @torch.no_grad()
 def reference_logprobs(reference: Policy, row: Row) -> torch.Tensor:
     """The reference's log-probabilities, with the recorded experts."""
-    reference.replay.open(row.positions_T, row.routing(reference))
+    reference.replay.open(row.positions_T, row.routing(reference.replay))
     logprobs_R, _ = policy_logprobs(reference, row)
     reference.replay.close(row.positions_T)
     return logprobs_R
@@ -146,7 +92,7 @@ def reference_logprobs(reference: Policy, row: Row) -> torch.Tensor:
 
 def critic_values(critic: Critic, row: Row) -> torch.Tensor:
     """The critic's values; it is another network than the one that sampled, so its own router decides."""
-    critic.replay.open(row.positions_T, row.routing(critic, recorded=False))
+    critic.replay.open(row.positions_T, row.routing(critic.replay, recorded=False))
     return critic.forward(row.ids_T, row.positions_T, row.rows_R)
 
 
@@ -169,138 +115,168 @@ def estimate(critic: Critic, row: Row, algorithm: ActorCritic) -> Estimate:
     )
 
 
-def train_row(
-    actors: Actors, row: Row, totals: Totals, plan: Plan, given: Estimate | None, sums: Sums, clock: Clock
-) -> None:
-    """Adds one micro-batch's gradients to the policy (not in a warm-up) and its numbers to `sums`."""
-    policy, algorithm = actors.policy, plan.algorithm
-    reference_R = None if actors.reference is None else reference_logprobs(actors.reference, row)
-    policy.replay.open(row.positions_T, row.routing(policy))
-    with torch.set_grad_enabled(not plan.warming):
-        with clock.phase("forward"):
-            logprobs_R, entropy_R = policy_logprobs(policy, row)
-            tokens = Tokens(
-                logprobs_T=logprobs_R,
-                sampled_T=row.sampled_R,
-                mask_T=row.mask_R,
-                segment_T=row.segment_R,
-                advantage_T=row.advantage_S[row.segment_R] if given is None else given.advantage_R,
-                weight_S=row.weight_S,
-                entropy_T=entropy_R if algorithm.entropy_coef else entropy_R.detach(),
-                reference_T=reference_R,
-            )
-            result = objective(algorithm)(tokens, totals)
-        if not plan.warming:
-            with clock.phase("backward"):
-                result.loss.backward()
-    count = policy.replay.close(row.positions_T)
-    measure(sums, tokens, result, count, row.sample_S[row.segment_R], row.token_R)
-    if given is not None:
-        sums.returns(given.returns_R[row.mask_R], given.values_R[row.mask_R])
+def check_rounds(rounds: int, group: dist.ProcessGroup) -> None:
+    """Raises TrainerError, on all ranks of a group, if they would wait for each other in other micro-batches."""
+    counts = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, rounds, group=group)
+    if len(set(counts)) > 1:
+        each = ", ".join(f"rank {dist.get_global_rank(group, i)} has {n}" for i, n in enumerate(counts))
+        raise TrainerError(f"micro-batches differ: {each}")
 
 
-def train_critic(
-    critic: Critic, rows: Sequence[Row], given: Sequence[Estimate], algorithm: ActorCritic, totals: Totals
-) -> float:
-    """Adds the critic's gradients of all rows; returns the loss, of all ranks."""
-    total = torch.zeros((), device=critic.device)
-    for row, known in zip(rows, given, strict=True):
-        loss = value_loss(
-            critic_values(critic, row),
-            known.returns_R,
-            row.mask_R,
-            tokens=totals.tokens,
-            old_T=known.values_R,
-            clip=algorithm.critic.clip,
-        )
-        loss.backward()
-        critic.replay.close(row.positions_T)
-        total += loss.detach()
-    dist.all_reduce(total, group=critic.data_group)
-    return float(total)
-
-
-def check(step: Step, trained: int) -> None:
+def check(found: Measured, trained: int) -> None:
     """Raises TrainerError if tokens or routing rows went missing on the way."""
-    total = step.total
-    if total["tokens"] != trained:
-        raise TrainerError(f"{total['tokens']:.0f} tokens trained of {trained} in the batch")
-    consumed, needed = total["rows_replayed"] + total["rows_live"], total["rows_needed"]
-    if consumed != needed:
-        raise TrainerError(f"{consumed:.0f} routing rows consumed, but MoE layers x tokens = {needed:.0f}")
+    if found.tokens != trained:
+        raise TrainerError(f"{found.tokens} tokens trained of {trained} in the batch")
+    consumed = found.rows_replayed + found.rows_live
+    if consumed != found.rows_needed:
+        raise TrainerError(f"{consumed} routing rows consumed, but MoE layers x tokens = {found.rows_needed}")
 
 
-def breach(step: Step, gates: Mapping[str, float]) -> str | None:
-    """The first gate that these numbers do not hold, in words; None if all hold."""
-    k3 = step.total["k3"] / max(1.0, step.total["tokens"])
-    if "min_pearson" in gates and not step.pearson >= gates["min_pearson"]:
-        return f"Pearson of sampled and trainer probabilities {step.pearson:.6f}, wanted {gates['min_pearson']}"
-    if "max_k3" in gates and not k3 <= gates["max_k3"]:
-        return f"k3 of sampled and trainer log-probabilities {k3:.3g}, wanted at most {gates['max_k3']}"
-    if "min_routing_coverage" in gates and not step.coverage >= gates["min_routing_coverage"]:
-        return f"routing coverage {step.coverage:.6f}, wanted {gates['min_routing_coverage']}"
+def breach(found: Measured, gates: Mapping[str, float]) -> str | None:
+    """The first gate that these numbers do not hold, in words; None if all hold. A loss is to be a number always."""
+    if math.isnan(found.loss):
+        return "the loss is nan"
+    if "min_pearson" in gates and not found.pearson >= gates["min_pearson"]:
+        return f"Pearson of sampled and trainer probabilities {found.pearson:.6f}, wanted {gates['min_pearson']}"
+    if "max_k3" in gates and not found.k3 <= gates["max_k3"]:
+        return f"k3 of sampled and trainer log-probabilities {found.k3:.3g}, wanted at most {gates['max_k3']}"
+    if "min_routing_coverage" in gates and not found.routing_coverage >= gates["min_routing_coverage"]:
+        return f"routing coverage {found.routing_coverage:.6f}, wanted {gates['min_routing_coverage']}"
     return None
 
 
-def _updated(network: Network, optimizer: AdamW, max_norm: float) -> Norms:
-    """One step of the optimizer; no rank steps, and TrainerError, if a gradient is not finite."""
-    experts = network.expert_gradient_norm()
+def _update(network: Network, optimizer: AdamW, max_norm: float) -> float:
+    """One step of the optimizer, and the gradient's norm; TrainerError, and no rank steps, if that is not finite."""
     norm = network.clip_gradients(max_norm)
     if not math.isfinite(norm):
         optimizer.clear()
         raise TrainerError(f"gradient norm is {norm}: no rank stepped")
     optimizer.step()
-    return Norms(total=norm, experts=experts)
+    return norm
+
+
+class _Step:
+    """One optimizer step under way: its rows, and what was summed and timed so far."""
+
+    def __init__(self, actors: Actors, batch: RankBatch, plan: Plan, progress: Callable[[], None]) -> None:
+        self.actors, self.plan, self.progress = actors, plan, progress
+        self.rows = [Row.of(part, actors.policy.device) for part in batch.parts]
+        self.totals = Totals(tokens=batch.trained, weight=batch.weight)
+        self.sums, self.clock = Sums(actors.policy.device), Clock()
+
+    def estimates(self) -> list[Estimate]:
+        """What the critic says of each row; empty without one."""
+        critic, algorithm = self.actors.critic, self.plan.algorithm
+        if critic is None or not isinstance(algorithm, ActorCritic):
+            return []
+        with self.clock.phase("values"):
+            made = [estimate(critic, row, algorithm) for row in self.rows]
+        self.progress()
+        return made
+
+    def train_rows(self, estimates: Sequence[Estimate]) -> tuple[float, ...]:
+        """Gradients and numbers of all rows; seconds of each."""
+        spent = []
+        for row, given in zip(self.rows, estimates or [None] * len(self.rows), strict=True):
+            start = time.perf_counter()
+            self.train_row(row, given)
+            spent.append(time.perf_counter() - start)
+            self.progress()
+        return tuple(spent)
+
+    def train_row(self, row: Row, given: Estimate | None) -> None:
+        """Adds one row's gradients to the policy (not in a warm-up) and its numbers to the sums."""
+        policy, reference, plan = self.actors.policy, self.actors.reference, self.plan
+        reference_R = None if reference is None else reference_logprobs(reference, row)
+        policy.replay.open(row.positions_T, row.routing(policy.replay))
+        with torch.set_grad_enabled(not plan.warming):
+            with self.clock.phase("forward"):
+                logprobs_R, entropy_R = policy_logprobs(policy, row)
+                tokens = Tokens(
+                    logprobs_T=logprobs_R,
+                    sampled_T=row.sampled_R,
+                    mask_T=row.mask_R,
+                    segment_T=row.segment_R,
+                    advantage_T=row.advantage_S[row.segment_R] if given is None else given.advantage_R,
+                    weight_S=row.weight_S,
+                    entropy_T=entropy_R if plan.algorithm.entropy_coef else entropy_R.detach(),
+                    reference_T=reference_R,
+                )
+                result = objective(plan.algorithm, tokens, self.totals)
+            if not plan.warming:
+                with self.clock.phase("backward"):
+                    result.loss.backward()
+        count = policy.replay.close(row.positions_T)
+        measure(self.sums, tokens, result, count, row.sample_S[row.segment_R], row.token_R)
+        if given is not None:
+            self.sums.returns(given.returns_R[row.mask_R], given.values_R[row.mask_R])
+
+    def reduce(self) -> Measured:
+        """The numbers of all rows of all ranks."""
+        with self.clock.phase("reduce"):
+            self.sums.add(rss_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+            return self.sums.reduce(self.actors.policy.data_group)
+
+    def update(self, found: Measured) -> Measured:
+        """Steps the policy, but not in a warm-up."""
+        policy, plan = self.actors.policy, self.plan
+        if plan.warming:
+            return found
+        with self.clock.phase("optimizer"):
+            experts = policy.expert_gradient_norm()
+            norm = _update(policy, self.actors.optimizer, plan.grad_clip)
+        return replace(found, grad_norm=norm, grad_norm_experts=experts)
+
+    def update_critic(self, found: Measured, estimates: Sequence[Estimate]) -> Measured:
+        """All steps of the critic."""
+        critic, optimizer, algorithm = self.actors.critic, self.actors.critic_optimizer, self.plan.algorithm
+        assert critic is not None and optimizer is not None and isinstance(algorithm, ActorCritic)
+        loss = norm = 0.0
+        with self.clock.phase("critic"):
+            for _ in range(algorithm.critic.updates_per_step):
+                loss = self.train_critic(critic, estimates, algorithm.critic.clip)
+                norm = _update(critic, optimizer, self.plan.grad_clip)
+                self.progress()
+        return replace(found, value_loss=loss, critic_grad_norm=norm)
+
+    def train_critic(self, critic: Critic, estimates: Sequence[Estimate], clip: float | None) -> float:
+        """Adds the critic's gradients of all rows; returns the loss, of all ranks."""
+        total = torch.zeros((), device=critic.device)
+        for row, known in zip(self.rows, estimates, strict=True):
+            loss = value_loss(
+                critic_values(critic, row),
+                known.returns_R,
+                row.mask_R,
+                tokens=self.totals.tokens,
+                old_T=known.values_R,
+                clip=clip,
+            )
+            loss.backward()
+            critic.replay.close(row.positions_T)
+            total += loss.detach()
+        dist.all_reduce(total, group=critic.data_group)
+        return float(total)
 
 
 def train_step(
     actors: Actors, batch: RankBatch, plan: Plan, *, progress: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+) -> Measured:
     """One optimizer step, or none: a breached gate is answered without stepping.
 
-    Raises TrainerError, on all ranks alike, for lost tokens or rows and for a gradient that is not finite.
+    Raises TrainerError, on all ranks alike, for other numbers of micro-batches, for lost tokens or rows and for a
+    gradient that is not finite.
     """
-    policy, critic, algorithm = actors.policy, actors.critic, plan.algorithm
-    totals = Totals(tokens=batch.trained, weight=batch.weight)
-    rows = [Row.of(part, policy.device) for part in batch.parts]
-    sums, clock, spent = Sums(policy.device), Clock(), []
-    estimates: list[Estimate] = []
-    if critic is not None and isinstance(algorithm, ActorCritic):
-        with clock.phase("values"):
-            estimates = [estimate(critic, row, algorithm) for row in rows]
-        progress()
-    for row, given in zip(rows, estimates or [None] * len(rows), strict=True):
-        start = time.perf_counter()
-        train_row(actors, row, totals, plan, given, sums, clock)
-        spent.append(time.perf_counter() - start)
-        progress()
-    with clock.phase("reduce"):
-        sums.add(rss_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-        step = sums.reduce(policy.data_group)
-    check(step, batch.trained)
-    answer = step.numbers() | {"breach": breach(step, plan.gates), "lr": actors.optimizer.lr, "part_seconds": spent}
-    answer |= {"worst": None if step.worst is None else vars(step.worst)}
-    if answer["breach"] is not None:
+    check_rounds(len(batch.parts), actors.policy.data_group)
+    step = _Step(actors, batch, plan, progress)
+    estimates = step.estimates()
+    spent = step.train_rows(estimates)
+    found = step.reduce()
+    check(found, batch.trained)
+    found = replace(found, lr=actors.optimizer.lr, breach=breach(found, plan.gates), part_seconds=spent)
+    if found.breach is not None:
         actors.optimizer.clear()
-        return answer | _norms(Norms(), Norms(), 0.0) | {"seconds": clock.seconds}
-    norms, critic_norms, loss = Norms(), Norms(), 0.0
-    if not plan.warming:
-        with clock.phase("optimizer"):
-            norms = _updated(policy, actors.optimizer, plan.grad_clip)
-    if estimates and critic is not None and isinstance(algorithm, ActorCritic):
-        assert actors.critic_optimizer is not None
-        with clock.phase("critic"):
-            for _ in range(algorithm.critic.updates_per_step):
-                loss = train_critic(critic, rows, estimates, algorithm, totals)
-                critic_norms = _updated(critic, actors.critic_optimizer, plan.grad_clip)
-                progress()
-    return answer | _norms(norms, critic_norms, loss) | {"seconds": clock.seconds}
-
-
-def _norms(policy: Norms, critic: Norms, value_loss: float) -> dict[str, float]:
-    return {
-        "grad_norm": policy.total,
-        "grad_norm_experts": policy.experts,
-        "critic_grad_norm": critic.total,
-        "value_loss": value_loss,
-    }
+    else:
+        found = step.update(found)
+        found = step.update_critic(found, estimates) if estimates else found
+    return replace(found, seconds=step.clock.seconds)

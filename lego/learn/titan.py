@@ -1,7 +1,7 @@
 """torchtitan as a library: a model folder's network, sharded over the ranks, and its weights in and out.
 
-With `titan_models` (which network) and `titan_cpu` (what it needs without an accelerator) these are the only
-files that touch torchtitan.
+With `titan_models` and its parts (which network), `titan_weights` (its weights, in and out) and `titan_cpu` (what it
+needs without an accelerator), the only files that touch torchtitan.
 """
 
 import collections
@@ -9,7 +9,6 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -35,6 +34,9 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.utils import get_local_device
 
 log = logging.getLogger(__name__)
+
+ATTENTION = r"\.(attention|attn|attention_norm)\."
+"""Parameters of the attention layers, each with the norm before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def _data_group(layout: Layout) -> dist.ProcessGroup:
 
 def _offloads(layout: Layout) -> bool:
     """Without an accelerator weights are in CPU memory anyway, and pinned memory is not to be had."""
-    return layout.offload and not titan_cpu.on_cpu()
+    return layout.cpu_offload and not titan_cpu.on_cpu()
 
 
 def _parallelism(layout: Layout) -> ParallelismConfig:
@@ -119,7 +121,7 @@ def _shard(arch: Architecture, layout: Layout, replay: Replay, frozen: str | Non
         training=TrainingConfig(mixed_precision_param=layout.dtype, enable_cpu_offload=_offloads(layout)),
         parallelism=parallelism,
         compile_config=CompileConfig(),
-        ac_config=checkpointing[layout.checkpointing],
+        ac_config=checkpointing[layout.activation_checkpointing],
         dump_folder="",
     )
     if titan_cpu.on_cpu():
@@ -159,9 +161,9 @@ class Network:
         self.arch = architecture(folder, layout.max_length, head)
         self.replay = Replay(layers=self.arch.moe_layers, experts=self.arch.experts, top_k=self.arch.top_k)
         self.model, self.dims = _shard(self.arch, layout, self.replay, frozen)
-        self.model.to_empty(device="cpu" if layout.offload else device)
+        self.model.to_empty(device="cpu" if layout.cpu_offload else device)
         with torch.no_grad():
-            self.model.init_weights(buffer_device=device if layout.offload else None)
+            self.model.init_weights(buffer_device=device if layout.cpu_offload else None)
         self.weights = Weights(self.arch, self.model, folder)
         self.weights.load()
         # Taken once: while FSDP has gathered a layer, the model's own attributes are other, passing tensors.
@@ -223,10 +225,17 @@ class Policy(Network):
     """The network that is trained, asked for log-probabilities of what was sampled."""
 
     def forward(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, rows_R: torch.Tensor, **head: Any
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        rows_R: torch.Tensor,
+        *,
+        labels_R: torch.Tensor,
+        temperature_R: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies) of `labels_R` at input rows `rows_R` of one packed row; see `chunked_logprobs`."""
-        return self.model.lm_head(self.hidden(ids_T, positions_T)[rows_R], **head)
+        hidden_RD = self.hidden(ids_T, positions_T)[rows_R]
+        return self.model.lm_head(hidden_RD, labels_R=labels_R, temperature_R=temperature_R)
 
 
 class Critic(Network):

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lego.learn import titan_parts as parts
 
 # isort: split
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Linear
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.attention import QKVLinear, VarlenAttention
 from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
@@ -23,10 +21,6 @@ from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
 _LATENT_EPS = 1e-6
 """DeepSeek's norms of the compressed queries and keys do not follow rms_norm_eps."""
-
-
-def _linear(width_in: int, width_out: int, bias: bool = False) -> Linear.Config:
-    return Linear.Config(in_features=width_in, out_features=width_out, bias=bias, param_init=parts.SKIP)
 
 
 def _llama_block(hf: Mapping[str, Any], max_length: int) -> Llama3TransformerBlock.Config:
@@ -67,14 +61,14 @@ def _latent_attention(hf: Mapping[str, Any], max_length: int) -> LatentAttention
         qk_rope_head_dim=rotary,
         v_head_dim=value,
         mscale=hf["rope"].get("mscale_all_dim") or 0.0,
-        wq=None if q_rank else _linear(width, queries),
-        wq_a=_linear(width, q_rank) if q_rank else None,
-        wq_b=_linear(q_rank, queries) if q_rank else None,
+        wq=None if q_rank else parts.linear(width, queries),
+        wq_a=parts.linear(width, q_rank) if q_rank else None,
+        wq_b=parts.linear(q_rank, queries) if q_rank else None,
         q_norm=parts.norm(hf, q_rank or 1, _LATENT_EPS),
-        wkv_a=_linear(width, kv_rank + rotary),
+        wkv_a=parts.linear(width, kv_rank + rotary),
         kv_norm=parts.norm(hf, kv_rank, _LATENT_EPS),
-        wkv_b=_linear(kv_rank, heads * (nope + value)),
-        wo=_linear(heads * value, width),
+        wkv_b=parts.linear(kv_rank, heads * (nope + value)),
+        wo=parts.linear(heads * value, width),
         inner_attention=VarlenAttention.Config(),
         rope=parts.rope(ComplexRoPE, hf, rotary, max_length),
     )
@@ -128,14 +122,10 @@ class GptOssAdapter(GptOssStateDictAdapter):
         }
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return _exchanged(super().to_hf(state_dict))
+        return parts.exchanged(super().to_hf(state_dict))
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return super().from_hf(_exchanged(hf_state_dict))
-
-
-def _exchanged(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t.transpose(-1, -2).contiguous() if ".experts." in n and t.ndim == 3 else t for n, t in tensors.items()}
+        return super().from_hf(parts.exchanged(hf_state_dict))
 
 
 def _sink_attention(hf: Mapping[str, Any], window: int | None, max_length: int) -> SinkAttention.Config:
@@ -145,7 +135,7 @@ def _sink_attention(hf: Mapping[str, Any], window: int | None, max_length: int) 
     out = ScaledBiasRowwiseLinear.Config(
         in_features=heads * head_dim, out_features=width, bias=True, param_init=parts.SKIP
     )
-    wq, wkv = _linear(width, heads * head_dim, bias=True), _linear(width, kv_heads * head_dim, bias=True)
+    wq, wkv = parts.linear(width, heads * head_dim, bias=True), parts.linear(width, kv_heads * head_dim, bias=True)
     return SinkAttention.Config(
         dim=width,
         n_heads=heads,

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lego.learn import titan_cpu  # before torchtitan, which it makes importable without an accelerator
 from lego.learn.heads import VocabularyShard, chunked_logprobs, values
+from lego.learn.layout import model_sizes
 from lego.learn.replay import Replay
 
 # isort: split
@@ -42,16 +43,16 @@ class LogprobLinear(Linear):
         pass
 
     def forward(  # type: ignore[override]
-        self, input: torch.Tensor, *, labels_R: torch.Tensor, temperature_R: torch.Tensor, chunk: int
+        self, input: torch.Tensor, *, labels_R: torch.Tensor, temperature_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(self.weight, DTensor):
-            return chunked_logprobs(input, self.weight, labels_R, temperature_R, chunk=chunk)
+            return chunked_logprobs(input, self.weight, labels_R, temperature_R)
         assert isinstance(input, DTensor)
         mesh, places = self.weight.device_mesh, self.weight.placements
         _, offset = compute_local_shape_and_global_offset(self.weight.shape, mesh, places)
         shard = VocabularyShard(offset=offset[0], group=mesh.get_group())
         own = self.weight.to_local()
-        return chunked_logprobs(input.to_local(), own, labels_R, temperature_R, chunk=chunk, shard=shard)
+        return chunked_logprobs(input.to_local(), own, labels_R, temperature_R, shard=shard)
 
 
 class ValueLinear(Linear):
@@ -148,6 +149,16 @@ def ends(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def linear(width_in: int, width_out: int, bias: bool = False) -> Linear.Config:
+    """A linear layer."""
+    return Linear.Config(in_features=width_in, out_features=width_out, bias=bias, param_init=SKIP)
+
+
+def exchanged(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The last two axes of fused experts exchanged, all else as it is."""
+    return {n: t.transpose(-1, -2).contiguous() if ".experts." in n and t.ndim == 3 else t for n, t in tensors.items()}
+
+
 def feed_forward(hf: Mapping[str, Any], hidden: int) -> FeedForward.Config:
     """A gated feed-forward layer."""
     return make_ffn_config(dim=hf["hidden_size"], hidden_dim=hidden, w1_param_init=SKIP, w2w3_param_init=SKIP)
@@ -169,8 +180,8 @@ def rope(kind: type[RoPE], hf: Mapping[str, Any], width: int, max_length: int, *
 
 
 def expert_count(hf: Mapping[str, Any]) -> int:
-    """Routed experts of a layer, under the name that this config has for them; 0 in a dense model."""
-    return next((hf[n] for n in ("num_experts", "n_routed_experts", "num_local_experts") if hf.get(n)), 0)
+    """Routed experts of a layer; 0 in a dense model."""
+    return model_sizes(hf).experts
 
 
 def experts(hf: Mapping[str, Any], hidden: int) -> RoutedExperts.Config:

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lego.learn import titan_parts as parts
 
 # isort: split
-from torchtitan.models.common import Conv1d, CosSinRoPE, Linear
+from torchtitan.models.common import Conv1d, CosSinRoPE
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.common.decoder import Decoder
@@ -26,7 +24,6 @@ from torchtitan.models.qwen3_5.model import (
     RMSNormGated,
 )
 
-_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 _HEAD = "lm_head.weight"
 
 
@@ -86,23 +83,15 @@ class Qwen35Adapter(Qwen35StateDictAdapter):
     """
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return _exchanged(super().to_hf(state_dict))
+        return parts.exchanged(super().to_hf(state_dict))
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        out = super().from_hf({_HEAD: None} | _exchanged(hf_state_dict))
+        out = super().from_hf({_HEAD: None} | parts.exchanged(hf_state_dict))
         return {name: tensor for name, tensor in out.items() if tensor is not None}
-
-
-def _exchanged(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t.transpose(-1, -2).contiguous() if n.endswith(_FUSED) else t for n, t in tensors.items()}
 
 
 def _offset_norm(hf: Mapping[str, Any], width: int) -> OffsetRMSNorm.Config:
     return OffsetRMSNorm.Config(dim=width, eps=hf["rms_norm_eps"], param_init=parts.SKIP)
-
-
-def _linear(width_in: int, width_out: int) -> Linear.Config:
-    return Linear.Config(in_features=width_in, out_features=width_out, param_init=parts.SKIP)
 
 
 def _full_attention(hf: Mapping[str, Any], max_length: int) -> Qwen35Attention.Config:
@@ -116,10 +105,10 @@ def _full_attention(hf: Mapping[str, Any], max_length: int) -> Qwen35Attention.C
         head_dim=head_dim,
         rotary_dim=rotary,
         rope=parts.rope(MRoPE, hf, rotary, max_length),
-        wq=_linear(width, heads * head_dim * 2),
-        wk=_linear(width, kv_heads * head_dim),
-        wv=_linear(width, kv_heads * head_dim),
-        wo=_linear(heads * head_dim, width),
+        wq=parts.linear(width, heads * head_dim * 2),
+        wk=parts.linear(width, kv_heads * head_dim),
+        wv=parts.linear(width, kv_heads * head_dim),
+        wo=parts.linear(heads * head_dim, width),
         q_norm=_offset_norm(hf, head_dim),
         k_norm=_offset_norm(hf, head_dim),
         inner_attention=VarlenAttention.Config(),
@@ -146,25 +135,25 @@ def _delta_net(hf: Mapping[str, Any]) -> GatedDeltaNet.Config:
         key_head_dim=key_dim,
         value_head_dim=value_dim,
         conv_kernel_size=kernel,
-        in_proj_q=_linear(width, keys),
-        in_proj_k=_linear(width, keys),
-        in_proj_v=_linear(width, values),
-        in_proj_z=_linear(width, values),
-        in_proj_a=_linear(width, value_heads),
-        in_proj_b=_linear(width, value_heads),
+        in_proj_q=parts.linear(width, keys),
+        in_proj_k=parts.linear(width, keys),
+        in_proj_v=parts.linear(width, values),
+        in_proj_z=parts.linear(width, values),
+        in_proj_a=parts.linear(width, value_heads),
+        in_proj_b=parts.linear(width, value_heads),
         conv_q=conv(keys),
         conv_k=conv(keys),
         conv_v=conv(values),
         kernel=GatedDeltaKernel.Config(),
         norm=RMSNormGated.Config(dim=value_dim, eps=hf["rms_norm_eps"], param_init=parts.SKIP),
-        out_proj=_linear(values, width),
+        out_proj=parts.linear(values, width),
         param_init=dict.fromkeys(("A_log", "dt_bias"), skip_param_init),
     )
 
 
 def _shared_expert(hf: Mapping[str, Any]) -> FeedForward.Config:
     plain = parts.feed_forward(hf, hf["shared_expert_intermediate_size"])
-    gate = _linear(hf["hidden_size"], 1)
+    gate = parts.linear(hf["hidden_size"], 1)
     return SigmoidGatedFeedForward.Config(w1=plain.w1, w2=plain.w2, w3=plain.w3, gate=gate)
 
 

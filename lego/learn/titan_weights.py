@@ -29,6 +29,12 @@ _ONE = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"^layers\.\d+\.")
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors by name."""
+_NAMED = 3
+"""Tensors that a message names."""
+
+
 def clean(name: str) -> str:
     """A parameter's name without what activation checkpointing adds to it."""
     return name.replace(_WRAPPER, "")
@@ -88,16 +94,13 @@ class Weights:
         return self.arch.adapter.to_hf({n: torch.empty(self._places[n].shape, device="meta") for n in group})
 
     def _check(self) -> None:
-        found = {name: stored.shape for name, stored in self.stored.tensors.items()}
-        wanted = {name: shape for _, shapes in self._groups for name, shape in shapes.items()}
         spare = {_HEAD} if self.arch.config.enable_weight_tying or self._names.values else set()
-        unread = sorted(set(found) - set(wanted) - set(self.carried) - spare)
-        unfilled = sorted(set(wanted) - set(found) - {_VALUES})
-        misfit = [f"{n} {found[n]} (want {s})" for n, s in sorted(wanted.items()) if found.get(n, s) != s]
-        for what, names in (("have no place", unread), ("are missing", unfilled), ("have another shape", misfit)):
-            if names:
-                what = f"{len(names)} tensors {what} in this model: {', '.join(names[:4])}"
-                raise UsageError(f"{self.stored.folder}: {what}")
+        wanted = {name: shape for _, shapes in self._groups for name, shape in shapes.items()}
+        found = {name: stored.shape for name, stored in self.stored.tensors.items() if name not in self.carried}
+        unneeded = (spare - set(wanted)) | ({_VALUES} - set(found))
+        wrong = misfits(*({n: s for n, s in shapes.items() if n not in unneeded} for shapes in (found, wanted)))
+        if wrong:
+            raise UsageError(f"{self.stored.folder}: {'; '.join(wrong)}")
         if self._head_stored and not torch.equal(self.stored.read(_HEAD), self.stored.read(self._embedding())):
             tie = f"tie_word_embeddings is set but {_HEAD} differs from {self._embedding()}"
             raise UsageError(f"{self.stored.folder}: {tie}")
@@ -153,6 +156,22 @@ class Weights:
         main = self.stored.main_dtype
         own = self.stored.tensors[name].dtype if name in self.stored.tensors else main
         return wanted if wanted is not None and own == main else own
+
+
+def misfits(found: Shapes, wanted: Shapes) -> list[str]:
+    """What keeps tensors of these shapes from being the wanted ones, in words that name the first."""
+    kinds = {
+        "are missing": [name for name in wanted if name not in found],
+        "have no place in this model": [name for name in found if name not in wanted],
+        "have another shape": [
+            f"{name} {found[name]} (want {wanted[name]})"
+            for name in wanted
+            if found.get(name, wanted[name]) != wanted[name]
+        ],
+    }
+    return [
+        f"{len(names)} tensors {what}: {', '.join(sorted(names)[:_NAMED])}" for what, names in kinds.items() if names
+    ]
 
 
 def places(arch: Architecture, model: torch.nn.Module) -> dict[str, torch.Tensor]:

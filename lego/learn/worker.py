@@ -8,14 +8,13 @@ import faulthandler
 import gc
 import json
 import logging
-import math
 import os
 import resource
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ import zmq  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
 from lego.learn import hf_folder, packing, titan  # noqa: E402
-from lego.learn.algorithms import ActorCritic, Algorithm, from_fields  # noqa: E402
-from lego.learn.checkpoint import Checkpoints  # noqa: E402
-from lego.learn.checkpoint_folder import Keep  # noqa: E402
-from lego.learn.layout import Layout  # noqa: E402
+from lego.learn.algorithms import ActorCritic  # noqa: E402
+from lego.learn.checkpoint import Checkpointer  # noqa: E402
 from lego.learn.optimizer import AdamW  # noqa: E402
+from lego.learn.progress import Watchdog  # noqa: E402
 from lego.learn.schedule import Schedule  # noqa: E402
+from lego.learn.settings import Settings  # noqa: E402
 from lego.learn.step import Actors, Plan, train_step  # noqa: E402
 
 log = logging.getLogger(__name__)
@@ -40,60 +39,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_PATIENCE = 20.0
 """Commands that read or write models may take so many times longer without progress."""
-# A critic's attention, with the norm before it, in torchtitan's names.
-ATTENTION = r"\.(attention|attn|attention_norm)\."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a rank is started with, written by the driver."""
-
-    control: str
-    progress: str
-    model: str
-    layout: Layout
-    export_dtype: str
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    grad_clip: float
-    schedule: Schedule
-    algorithm: Algorithm
-    checkpoints: str
-    keep: Keep
-
-    @classmethod
-    def read(cls, path: Path) -> "Settings":
-        """The settings in a JSON file."""
-        values = json.loads(path.read_text())
-        values["layout"] = Layout(**values["layout"])
-        values["schedule"] = Schedule(**values["schedule"])
-        values["keep"] = Keep(**values["keep"])
-        values["algorithm"] = from_fields(values.pop("algorithm_name"), values["algorithm"])
-        return cls(**values)
-
-
-class Watchdog:
-    """Says where the driver can see it that a rank makes progress; ends a stuck one with its stacks in the log."""
-
-    def __init__(self, path: Path, stall_s: float) -> None:
-        self.stall_s, self.count = stall_s, 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-
-    def mark(self, patience: float = 1.0) -> None:
-        """The rank made progress and is to make more within `patience` times the stall time."""
-        self.count += 1
-        allowed = self.stall_s * patience
-        self._write(time.monotonic() + allowed)
-        faulthandler.dump_traceback_later(allowed, exit=True)
-
-    def rest(self) -> None:
-        """The rank waits for a command: however long."""
-        self._write(math.inf)
-        faulthandler.cancel_dump_traceback_later()
-
-    def _write(self, deadline: float) -> None:
-        os.pwrite(self._file, f"{self.count:12d} {deadline:24.3f}".encode(), 0)
 
 
 class Worker:
@@ -105,7 +50,7 @@ class Worker:
         self.rank = dist.get_rank()
         self.control = titan.control_group()
         self.actors = self._actors()
-        self.checkpoints = Checkpoints(
+        self.checkpoints = Checkpointer(
             Path(settings.checkpoints), self.actors.optimizer, self.actors.critic_optimizer, settings.keep
         )
 
@@ -118,7 +63,7 @@ class Worker:
         if not isinstance(settings.algorithm, ActorCritic):
             return actors
         wanted = settings.algorithm.critic
-        critic = titan.Critic(model, layout, self.device, frozen=ATTENTION if wanted.frozen_attention else None)
+        critic = titan.Critic(model, layout, self.device, frozen=titan.ATTENTION if wanted.frozen_attention else None)
         # The critic takes more steps than the policy, all at one rate.
         return replace(actors, critic=critic, critic_optimizer=self._optimizer(critic, wanted.lr, Schedule()))
 
@@ -128,18 +73,17 @@ class Worker:
 
     def step(self, batch: str, gates: Mapping[str, float]) -> dict[str, Any]:
         """One optimizer step on a batch file."""
-        start = time.perf_counter()
-        settings = self.settings
+        start, settings = time.perf_counter(), self.settings
         plan = Plan(
             algorithm=settings.algorithm,
             grad_clip=settings.grad_clip,
             gates=gates,
             warming=self.actors.warming(settings.algorithm),
         )
-        part = packing.read(Path(batch), self.settings.layout.data_rank(self.rank))
-        answer = train_step(self.actors, part, plan, progress=self.watchdog.mark)
+        part = packing.read(Path(batch), settings.layout.data_rank(self.rank))
+        found = train_step(self.actors, part, plan, progress=self.watchdog.mark)
         gc.collect()
-        return answer | {"wall_s": time.perf_counter() - start}
+        return asdict(found) | {"seconds": {**found.seconds, "wall": time.perf_counter() - start}}
 
     def export(self, path: str) -> dict[str, Any]:
         """All weights, HF names, one file."""
@@ -219,7 +163,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     start = time.perf_counter()
     settings = Settings.read(Path(sys.argv[1]))
-    watchdog = Watchdog(Path(settings.progress.format(rank=os.environ["RANK"])), settings.layout.stall_s)
+    watchdog = Watchdog(Path(settings.shared), int(os.environ["RANK"]), settings.layout.stall_s)
     watchdog.mark(FILE_PATIENCE)
     worker = Worker(settings, watchdog)
     gc.collect()

@@ -8,7 +8,7 @@ from pathlib import Path
 from lego.capture.recording import record, write
 from lego.capture.session import Session
 from lego.chat.render import Renderer
-from lego.records import Drift, Keep, Outcome, Trajectory
+from lego.records import Drift, KeepSessions, Outcome, Trajectory
 
 ODD_DRIFT = frozenset({Drift.EDITED, Drift.REASONING_DROPPED, Drift.UNKNOWN})
 ODD_ENDS = frozenset({Outcome.HARNESS_ERROR, Outcome.ENGINE_ERROR, Outcome.CONTEXT_EXCEEDED})
@@ -19,7 +19,7 @@ class Sessions:
     """A folder of session files."""
 
     folder: Path
-    which: Keep
+    which: KeepSessions
     renderer: Renderer
 
     async def keep(self, session: Session, trajectory: Trajectory) -> str:

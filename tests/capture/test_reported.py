@@ -132,7 +132,7 @@ def test_r04_one_cut_for_all_fields(length: int):
     session = Session("abc", Toy(range(5)), Limits(experts=EXPERTS))
     session.add(session.plan((USER,), ()), routed(5, [5, 6, END], 7), sampling=SAMPLING)
     (segment,) = session.segments()
-    cut = segment.cut(length)
+    cut = segment.window(0, length)
     assert cut.routing_TLK is not None and segment.routing_TLK is not None
     assert np.array_equal(cut.routing_TLK, segment.routing_TLK[:length])
     assert cut.mask_T.tolist() == ([False] * 5 + [True] * 3)[:length]
@@ -144,8 +144,8 @@ def test_r04_one_cut_for_all_fields(length: int):
 def test_r04_a_cut_beyond_the_segment_is_refused(length: int):
     session = Session("abc", Toy(range(5)), Limits())
     session.add(session.plan((USER,), ()), made(5, [5, 6, END]), sampling=SAMPLING)
-    with pytest.raises(ValueError, match=f"cut to {length} of 8"):
-        session.segments()[0].cut(length)
+    with pytest.raises(ValueError, match=rf"window \[0, {length}\) of 8"):
+        session.segments()[0].window(0, length)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ SPLITS: Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]] = {
     # Documents of each micro-batch of each of four data ranks; ranks beyond the layout's give theirs to the first.
     "one": (((0, 1),), ((2, 3),), ((4, 5),), ((6, 7),)),
     "several": (((0,), (1,)), ((2,), (3,)), ((4,), (5,)), ((6,), (7,))),
-    "uneven": (((0, 2, 5, 4), (6,)), ((3,), (1,)), ((7,), ()), ((), ())),
+    # Of two ranks, three and one that hold something; of four, three, one, one and none.
+    "uneven": (((0, 2), (5, 4), (6,)), ((3, 1), (), ()), ((7,), (), ()), ((), (), ())),
     "empty": (((0, 1, 2, 3), (4,), (5, 6, 7)), ((), (), ()), ((), (), ()), ((), (), ())),
 }
 
@@ -96,7 +97,7 @@ def forward_backward(policy: titan.Policy | titan.Critic, docs: Sequence[dict[st
     at = row["ids"], row["positions"], row["rows"]
     if isinstance(policy, titan.Policy):
         temperature = torch.full((len(row["rows"]),), 0.9)
-        found, _ = policy.forward(*at, labels_R=row["labels"], temperature_R=temperature, chunk=32)
+        found, _ = policy.forward(*at, labels_R=row["labels"], temperature_R=temperature)
     else:
         found = policy.forward(*at)
     loss = -(row["advantages"] * found).sum() / total

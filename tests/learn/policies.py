@@ -3,7 +3,6 @@
 import functools
 
 import torch
-import torch.distributed as dist
 
 from lego.learn import titan
 
@@ -12,8 +11,7 @@ from lego.learn import titan
 def joined():
     """This process as the only rank."""
     torch.set_num_threads(1)  # on a busy machine the threads of a tiny operation mostly wait for each other
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return titan.init_distributed(titan.Layout())
+    return titan.join_alone()
 
 
 def policy(folder, **layout):
@@ -34,7 +32,7 @@ def logprobs(made, ids, positions, routing=None):
         routing = torch.full((len(ids), replay.layers, replay.top_k), -1)
     replay.open(positions, torch.as_tensor(routing))
     rows = torch.arange(len(ids) - 1)
-    out, _ = made.forward(ids, positions, rows, labels_R=ids[1:], temperature_R=torch.ones(len(rows)), chunk=64)
+    out, _ = made.forward(ids, positions, rows, labels_R=ids[1:], temperature_R=torch.ones(len(rows)))
     return out
 
 

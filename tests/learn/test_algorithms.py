@@ -83,12 +83,12 @@ def test_dapo_takes_reward_off_overlong_trials_and_others_do_not(length, reward)
 def test_sequence_weights_over_long_segments_are_warned_of():
     made = GRPO(correction=Correction(level="sequence"))
     assert expected_ess(2800, 5e-4) == pytest.approx(0.06, abs=0.001)
-    (sentence,) = warnings(made, mean_length=2800)
+    (sentence,) = warnings(made, mean_length=2800, k3=5e-4)
     assert "0.06" in sentence and "2800 tokens" in sentence
-    assert warnings(made, mean_length=500) == []
+    assert warnings(made, mean_length=500, k3=5e-4) == []
     assert warnings(made, mean_length=2800, k3=1e-5) == []
     for level in ("none", "token", "geometric"):
-        assert warnings(GRPO(correction=Correction(level=level)), mean_length=90000) == []
+        assert warnings(GRPO(correction=Correction(level=level)), mean_length=90000, k3=5e-4) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from lego.errors import TrainerError, UsageError
 from lego.learn import checkpoint, checkpoint_folder, titan
-from lego.learn.checkpoint import Checkpoints, load_weights
+from lego.learn.checkpoint import Checkpointer, load_weights
 from lego.learn.checkpoint_folder import Keep, Saved, find, latest, read_meta, to_remove
 from lego.learn.layout import Layout
 from lego.learn.optimizer import AdamW
@@ -48,7 +48,7 @@ def policy(folder):
 
 
 def critic(folder):
-    return adam(titan.Critic(folder, Layout(max_length=512), policies.joined()), own_lr={"lm_head": 1e-1})
+    return adam(policies.critic(folder))
 
 
 def pull(optimizer, seed=0):
@@ -78,7 +78,7 @@ class Visit:
 def visited(visit: Visit, folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """The state that was saved and the loss of the next step."""
     made = adam(titan.Policy(folder, visit.layout, torch.device("cpu")), schedule=Schedule(warmup_steps=3))
-    checkpoints = Checkpoints(out / visit.name, made)
+    checkpoints = Checkpointer(out / visit.name, made)
     if visit.source:
         assert checkpoints.load(out / visit.source).step == 1
     else:
@@ -145,14 +145,14 @@ def test_a_step_while_files_are_written_is_not_in_them(folder, tmp_path, monkeyp
     made, stepped, clean = policy(folder), threading.Event(), checkpoint.clean
     monkeypatch.setattr(checkpoint, "clean", lambda root: (stepped.wait(), clean(root)))
     pull(made)
-    before, checkpoints = gathered(made), Checkpoints(tmp_path, made)
+    before, checkpoints = gathered(made), Checkpointer(tmp_path, made)
     checkpoints.save(1, {})
     pull(made)
     assert latest(tmp_path) is None
     stepped.set()
     checkpoints.wait()
     other = policy(folder)
-    Checkpoints(tmp_path, other).load(tmp_path)
+    Checkpointer(tmp_path, other).load(tmp_path)
     assert equal(gathered(other), before)
     assert not equal(gathered(made), before)
     assert other.position == 1 and other.lr == pytest.approx(1e-2 * 2 / 3)
@@ -160,7 +160,7 @@ def test_a_step_while_files_are_written_is_not_in_them(folder, tmp_path, monkeyp
 
 def test_a_checkpoint_from_before_the_first_step_is_where_a_run_begins(folder, tmp_path):
     made = policy(folder)
-    checkpoints = Checkpoints(tmp_path, made)
+    checkpoints = Checkpointer(tmp_path, made)
     checkpoints.save(0, {})
     pull(made)
     after = gathered(made)
@@ -173,7 +173,7 @@ def test_a_checkpoint_from_before_the_first_step_is_where_a_run_begins(folder, t
 def test_one_is_in_flight_at_most(folder, tmp_path, monkeypatch):
     clean = checkpoint.clean
     monkeypatch.setattr(checkpoint, "clean", lambda root: (time.sleep(0.3), clean(root)))
-    checkpoints = Checkpoints(tmp_path, policy(folder), keep=Keep(last=9))
+    checkpoints = Checkpointer(tmp_path, policy(folder), keep=Keep(last=9))
     checkpoints.save(1, {})
     assert latest(tmp_path) is None
     checkpoints.save(2, {})
@@ -186,7 +186,7 @@ def test_one_is_in_flight_at_most(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("then", [lambda c: c.wait(), lambda c: c.save(2, {}), lambda c: c.load(c.root)])
 def test_what_could_not_be_written_is_told_at_the_next_call(folder, tmp_path, then):
     (tmp_path / "runs").write_text("a file where a folder should be")
-    checkpoints = Checkpoints(tmp_path / "runs", policy(folder))
+    checkpoints = Checkpointer(tmp_path / "runs", policy(folder))
     checkpoints.save(1, {})
     with pytest.raises(
         TrainerError, match=r"runs/step-000001: the checkpoint could not be saved: rank 0: NotADirectory"
@@ -200,7 +200,7 @@ def failing(rank: int, folder: Path, out: Path) -> None:
 
     join(rank, 2, out / "store")
     made = adam(titan.Policy(folder, Layout(world_size=2), torch.device("cpu")))
-    checkpoints = Checkpoints(out / "checkpoints", made)
+    checkpoints = Checkpointer(out / "checkpoints", made)
     if rank == 1:
         checkpoint.FileSystemWriter.write_data = full
     checkpoints.save(1, {})
@@ -233,7 +233,7 @@ def killed_in(owner: str, name: str, call: int = 1) -> None:
 
 def saver(_rank: int, folder: Path, root: Path, place: tuple) -> None:
     made = policy(folder)
-    checkpoints = Checkpoints(root, made)
+    checkpoints = Checkpointer(root, made)
     for step in (1, 2):
         pull(made, step)
         save_file(gathered(made), root / f"{step}.safetensors")
@@ -260,7 +260,7 @@ def test_a_save_killed_on_its_way_leaves_a_whole_checkpoint(folder, tmp_path, pl
     assert latest(tmp_path) == tmp_path / f"step-{newest:06d}"
     assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{newest:06d}", other}
     made = policy(folder)
-    checkpoints = Checkpoints(tmp_path, made)
+    checkpoints = Checkpointer(tmp_path, made)
     assert checkpoints.load(tmp_path).step == newest
     assert equal(gathered(made), load_file(tmp_path / f"{newest}.safetensors"))
     checkpoints.save(3, {})
@@ -271,24 +271,24 @@ def test_a_save_killed_on_its_way_leaves_a_whole_checkpoint(folder, tmp_path, pl
 def test_a_checkpoint_holds_the_critic_and_its_optimizer(folder, tmp_path, caplog):
     made, value = policy(folder), critic(folder)
     pull(made), pull(value), pull(value)
-    before, checkpoints = gathered(value), Checkpoints(tmp_path, made, value)
+    before, checkpoints = gathered(value), Checkpointer(tmp_path, made, value)
     checkpoints.save(1, {})
     pull(value)
     checkpoints.load(tmp_path)
     assert equal(gathered(value), before) and value.position == 2 and made.position == 1
     assert before["weights.lm_head.weight"].abs().max() > 0
     alone = policy(folder)
-    Checkpoints(tmp_path, alone).load(tmp_path)
+    Checkpointer(tmp_path, alone).load(tmp_path)
     assert equal(gathered(alone), gathered(made)) and "critic is left behind" in caplog.text
 
 
 def test_a_run_with_a_critic_does_not_continue_from_one_without(folder, tmp_path):
     made = policy(folder)
-    checkpoints = Checkpoints(tmp_path, made)
+    checkpoints = Checkpointer(tmp_path, made)
     checkpoints.save(1, {})
     checkpoints.wait()
     with pytest.raises(UsageError, match="step-000001: holds no critic, and this run trains one"):
-        Checkpoints(tmp_path, made, critic(folder)).load(tmp_path)
+        Checkpointer(tmp_path, made, critic(folder)).load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -300,19 +300,19 @@ def test_a_run_with_a_critic_does_not_continue_from_one_without(folder, tmp_path
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_its_first_tensors(folder, tmp_path, changes, message):
-    checkpoints = Checkpoints(tmp_path / "ck", policy(folder))
+    checkpoints = Checkpointer(tmp_path / "ck", policy(folder))
     checkpoints.save(1, {})
     checkpoints.wait()
     other = policy(write_model(tmp_path / "other", **SIZES | changes))
     before = gathered(other)
-    for load in (Checkpoints(tmp_path / "ck", other).load, partial(load_weights, other.network)):
+    for load in (Checkpointer(tmp_path / "ck", other).load, partial(load_weights, other.network)):
         with pytest.raises(UsageError, match=message):
             load(find(tmp_path / "ck"))
     assert equal(gathered(other), before)
 
 
 def test_a_damaged_file_is_named(folder, tmp_path):
-    checkpoints = Checkpoints(tmp_path, policy(folder))
+    checkpoints = Checkpointer(tmp_path, policy(folder))
     checkpoints.save(1, {})
     checkpoints.wait()
     data = tmp_path / "step-000001" / "__0_0.distcp"
@@ -334,7 +334,7 @@ def test_no_checkpoint_and_one_of_another_format_are_one_clear_message(tmp_path)
 
 
 def test_the_newest_and_the_best_are_kept(folder, tmp_path):
-    checkpoints = Checkpoints(tmp_path, policy(folder), keep=Keep(last=1, best=1, metric="solve_rate"))
+    checkpoints = Checkpointer(tmp_path, policy(folder), keep=Keep(last=1, best=1))
     for step, rate in ((1, 0.2), (2, 0.6), (3, 0.5), (4, float("nan"))):
         checkpoints.save(step, {"solve_rate": rate})
     checkpoints.wait()
@@ -365,9 +365,9 @@ def test_a_checkpoint_of_a_step_taken_again_replaces_the_old_one(folder, tmp_pat
     made = policy(folder)
     for _ in range(2):
         pull(made)
-        checkpoints = Checkpoints(tmp_path, made)
+        checkpoints = Checkpointer(tmp_path, made)
         checkpoints.save(7, {})
         checkpoints.wait()
     other = policy(folder)
-    Checkpoints(tmp_path, other).load(tmp_path)
+    Checkpointer(tmp_path, other).load(tmp_path)
     assert equal(gathered(other), gathered(made)) and [f.name for f in tmp_path.iterdir()] == ["step-000007"]

@@ -57,7 +57,7 @@ class Run:
 
 
 def runs(layouts_, family, checkpointing):
-    return [Run(layout, family, {"checkpointing": c}) for layout in layouts_ for c in checkpointing]
+    return [Run(layout, family, {"activation_checkpointing": c}) for layout in layouts_ for c in checkpointing]
 
 
 EXACT = [
@@ -69,8 +69,8 @@ EXACT = [
     *runs(TENSOR, "qwen3_5_moe", ("none", "full")),
     *runs(("one", "fsdp2", "fsdp4"), "three_experts", ("none",)),
     *runs(("one", "hsdp_ep2", "tp2", "fsdp2_tp2"), "critic", ("none",)),
-    Run("fsdp2", "qwen3_moe", {"offload": True}),
-    Run("hsdp_ep2", "qwen3_moe", {"offload": True}),
+    Run("fsdp2", "qwen3_moe", {"cpu_offload": True}),
+    Run("hsdp_ep2", "qwen3_moe", {"cpu_offload": True}),
 ]
 HALF = [Run(layout, "qwen3_moe", {"dtype": "bfloat16"}) for layout in ("one", "fsdp2", "ep2", "tp2_ep2", "hsdp_ep2")]
 
@@ -100,7 +100,7 @@ def largest(tensor):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("run", EXACT, ids=str)
 def test_logprobs_gradients_and_norms_are_those_of_one_process(found, run, split):
-    want = found(Run("one", run.family, {"checkpointing": "none"}))
+    want = found(Run("one", run.family, {"activation_checkpointing": "none"}))
     got = {name.removeprefix(f"{split}/"): t for name, t in found(run).items() if name.startswith(f"{split}/")}
     want = {name.removeprefix("one/"): t for name, t in want.items() if name.startswith("one/")}
     assert got.keys() == want.keys()
@@ -116,8 +116,18 @@ def test_logprobs_gradients_and_norms_are_those_of_one_process(found, run, split
 
 
 @pytest.mark.parametrize("run", EXACT, ids=str)
+def test_a11_a_norm_is_that_of_the_gathered_gradients_each_number_once(found, run):
+    got = found(run)
+    grads = {name: t.double() for name, t in got.items() if name.startswith("one/grad.")}
+    for norm, part in (("one/grad_norm", ""), ("one/grad_norm_experts", "routed_experts")):
+        want = sum(float(t.square().sum()) for name, t in grads.items() if part in name) ** 0.5
+        assert float(got[norm]) == pytest.approx(want, rel=1e-5)
+    assert (float(got["one/grad_norm_experts"]) > 0) is (run.family != "qwen3")
+
+
+@pytest.mark.parametrize("run", EXACT, ids=str)
 def test_updated_weights_are_those_of_one_process(found, run):
-    want, got = found(Run("one", run.family, {"checkpointing": "none"})), found(run)
+    want, got = found(Run("one", run.family, {"activation_checkpointing": "none"})), found(run)
     scale = min(1.0, CLIP / float(want["one/grad_norm"]))
     for name in (n for n in want if n.startswith("weight.")):
         grad = want[name.replace("weight.", "one/grad.", 1)] * scale
@@ -136,7 +146,7 @@ def test_an_inf_in_one_ranks_gradient_is_seen_by_all(found, run):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("run", HALF, ids=str)
 def test_bfloat16_computes_the_same_in_all_layouts_with_float32_weights_and_gradients(found, run, split):
-    exact, half, got = (found(r) for r in (Run("one", "qwen3_moe", {"checkpointing": "none"}), HALF[0], run))
+    exact, half, got = (found(r) for r in (Run("one", "qwen3_moe", {"activation_checkpointing": "none"}), HALF[0], run))
     assert {t.dtype for name, t in got.items() if "replayed" not in name} == {torch.float32}
     assert 1e-3 < largest(got[f"{split}/logprobs"] - exact["one/logprobs"]) < 0.1
     assert largest(got[f"{split}/logprobs"] - half["one/logprobs"]) < (1e-4 if run.layout not in TENSOR else 0.1)

@@ -54,7 +54,7 @@ def sampled(made, generator):
         labels = torch.arange(ARMS).repeat(n)
         ones = torch.ones(len(labels))
         with torch.no_grad():
-            found, _ = made.forward(ids.flatten(), positions, last, labels_R=labels, temperature_R=ones, chunk=4096)
+            found, _ = made.forward(ids.flatten(), positions, last, labels_R=labels, temperature_R=ones)
         made.replay.close(positions)
         choice = torch.multinomial(found.view(n, ARMS).exp(), 1, generator=generator)
         logprobs.append(found.view(n, ARMS).gather(1, choice))

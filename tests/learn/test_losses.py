@@ -38,7 +38,7 @@ def tokens(log_ratios, advantages, mask=None, segment=None, weight=None, sampled
 
 
 def loss_and_gradient(algorithm, made, totals):
-    result = objective(algorithm)(made, totals)
+    result = objective(algorithm, made, totals)
     result.loss.backward()
     return result.loss.item(), made.logprobs_T.grad.tolist()
 
@@ -106,14 +106,14 @@ def test_gspo_has_the_value_and_gradient_of_the_sequence_form():
 def test_the_sequence_ratio_is_the_mean_over_sampled_tokens_only():
     """exp((0.2 - 0.1) / 2) = 1.05127; with the third token 5.474, divided by three 1.0339."""
     made = tokens([0.2, -0.1, 5.0], [1.0, 1.0, 1.0], [1, 1, 0])
-    result = objective(GSPO(**WIDE))(made, Totals(tokens=2, weight=1))
+    result = objective(GSPO(**WIDE), made, Totals(tokens=2, weight=1))
     assert result.ratio_T[0].item() == pytest.approx(1.05127, abs=1e-5)
     assert result.loss.item() == pytest.approx(-1.05127, abs=1e-5)
 
 
 def test_sequences_of_different_length_with_tool_tokens_between_keep_their_own_ratio():
     made = tokens([0.2, 9.0, -0.1, 0.3, 9.0], [1.0, 1.0, 1.0, 2.0, 2.0], [1, 0, 1, 1, 0], [0, 0, 0, 1, 1])
-    loss = objective(GSPO(**WIDE))(made, Totals(tokens=3, weight=2)).loss
+    loss = objective(GSPO(**WIDE), made, Totals(tokens=3, weight=2)).loss
     assert loss.item() == pytest.approx(-(math.exp(0.05) + 2 * math.exp(0.3)) / 2, abs=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_ratio_one_where_engine_and_trainer_agree_at_the_same_temperature():
         tokens([0.0], [1.0], sampled=-0.1429),
         logprobs_T=torch.log_softmax(torch.tensor([2.0, 1.0, 0.0]) / 0.5, -1)[:1],
     )
-    assert objective(GRPO())(made, Totals(tokens=1, weight=1)).ratio_T.item() == pytest.approx(1.0, abs=1e-4)
+    assert objective(GRPO(), made, Totals(tokens=1, weight=1)).ratio_T.item() == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_ratio_one_where_engine_and_trainer_agree_at_the_same_temperature():
 def test_clipping_stops_the_gradient_only_where_the_step_went_the_right_way(ratio, advantage, clipped):
     for config in (GRPO(), GSPO(clip_low=0.2, clip_high=0.2)):
         made = tokens([ratio], [advantage])
-        result = objective(config)(made, Totals(tokens=1, weight=1))
+        result = objective(config, made, Totals(tokens=1, weight=1))
         result.loss.backward()
         assert bool(result.clipped_T[0]) is clipped
         assert (made.logprobs_T.grad[0].item() == 0) is clipped
@@ -142,7 +142,7 @@ def test_clipping_stops_the_gradient_only_where_the_step_went_the_right_way(rati
 @pytest.mark.parametrize(("ratio", "inside"), [(0.19, False), (0.21, True), (3.9, True), (4.1, False)])
 def test_sao_leaves_out_tokens_outside_its_band_whatever_their_advantage(ratio, inside, advantage):
     made = tokens([math.log(ratio)], [advantage])
-    result = objective(SAO())(made, Totals(tokens=1, weight=1))
+    result = objective(SAO(), made, Totals(tokens=1, weight=1))
     result.loss.backward()
     assert bool(result.clipped_T[0]) is not inside
     assert made.logprobs_T.grad.item() == pytest.approx(-ratio * advantage if inside else 0)
@@ -168,7 +168,7 @@ def test_segments_weigh_by_their_weight_and_not_by_their_length():
     for aggregate, want in expected.items():
         for kind in (GSPO, GRPO):
             config = kind(aggregate=aggregate, constant_length=10)
-            assert objective(config)(made, Totals(tokens=6, weight=2)).loss.item() == pytest.approx(want)
+            assert objective(config, made, Totals(tokens=6, weight=2)).loss.item() == pytest.approx(want)
 
 
 def test_one_mask_decides_loss_and_counts():
@@ -181,7 +181,7 @@ def test_one_mask_decides_loss_and_counts():
         want, want_gradient = loss_and_gradient(kind(), replace(alone, logprobs_T=fresh(alone)), totals)
         assert loss == pytest.approx(want)
         assert gradient == pytest.approx([*want_gradient, 0, 0])
-        assert objective(kind())(made, totals).clipped_T[2:].tolist() == [False, False]
+        assert objective(kind(), made, totals).clipped_T[2:].tolist() == [False, False]
 
 
 def variants():
@@ -231,7 +231,7 @@ def outcome(algorithm, *parts):
     """Loss, and gradients of log-probabilities and entropies, of the parts one after the other."""
     loss, gradients = 0.0, []
     for part in parts:
-        result = objective(algorithm)(part, TOTALS)
+        result = objective(algorithm, part, TOTALS)
         result.loss.backward()
         loss += result.loss.item()
         gradients.append(torch.stack([part.logprobs_T.grad, part.entropy_T.grad]))
@@ -336,7 +336,7 @@ def test_kl_and_entropy_enter_the_mean_with_their_coefficients():
         entropy_T=torch.tensor([2.0, 4.0], requires_grad=True),
     )
     config = DAPO(kl_coef=0.1, entropy_coef=0.01)
-    result = objective(config)(made, Totals(tokens=2, weight=1))
+    result = objective(config, made, Totals(tokens=2, weight=1))
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-1 + 0.0193147 - 0.03, abs=1e-6)
     assert result.kl_T.tolist() == pytest.approx([0.193147] * 2, abs=1e-6)
@@ -346,17 +346,17 @@ def test_kl_and_entropy_enter_the_mean_with_their_coefficients():
 
 def test_what_is_not_measured_is_not_reported_and_what_is_needed_is_asked_for():
     made, totals = tokens([0.0], [1.0]), Totals(tokens=1, weight=1)
-    assert objective(GRPO())(made, totals).kl_T is None
+    assert objective(GRPO(), made, totals).kl_T is None
     for config, word in ((GRPO(kl_coef=0.1), "reference"), (GRPO(entropy_coef=0.1), "entropies")):
         with pytest.raises(AssertionError, match=word):
-            objective(config)(made, totals)
+            objective(config, made, totals)
 
 
 def test_a_correction_weighs_the_trainer_s_own_policy_gradient():
     """Ratios 4 and 0.5 against the rollout, truncated at 2: weights 2 and 0.5, ratio 1, so nothing is clipped."""
     made = tokens([math.log(4.0), math.log(0.5)], [1.0, -1.0])
     config = DAPO(correction=Correction(level="token"))
-    result = objective(config)(made, Totals(tokens=2, weight=1))
+    result = objective(config, made, Totals(tokens=2, weight=1))
     result.loss.backward()
     assert result.weight_T.tolist() == pytest.approx([2.0, 0.5])
     assert result.ratio_T.tolist() == [1.0, 1.0]

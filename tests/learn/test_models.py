@@ -148,9 +148,9 @@ def test_torchtitans_own_qwen35_adapter_has_the_experts_exchanged_and_ours_has_n
 
 @pytest.mark.parametrize("key_stored", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_tied_head_learns_with_its_embedding(tmp_path, kind, key_stored):
-    """After a step, transformers has from the exported folder what the trainer computes, and each end the same."""
-    write_family(tmp_path / "m", kind, tie_word_embeddings=True)
+def test_c01_a_tied_head_learns_with_its_embedding(tmp_path, kind, key_stored):
+    """With and without its key in the file: what transformers computes before a step, and from the export after it."""
+    model = write_family(tmp_path / "m", kind, tie_word_embeddings=True)
     path = tmp_path / "m" / "model.safetensors"
     embedding = "model.embed_tokens.weight"
     if key_stored:
@@ -158,6 +158,8 @@ def test_a_tied_head_learns_with_its_embedding(tmp_path, kind, key_stored):
     made = policy(tmp_path / "m")
     assert made.model.lm_head.weight is made.model.tok_embeddings.weight
     assert same(made.hf_weights(), load_file(path))
+    with torch.no_grad():
+        assert difference(made, model) <= 1e-5
     logprobs(made, ROW, POSITIONS.clone()).mean().backward()
     torch.optim.SGD(made.parameters().values(), lr=0.02).step()
     before = load_file(path)
@@ -311,6 +313,78 @@ def test_twelve_experts_keep_their_order_when_their_files_are_shuffled(tmp_path,
     assert same(made.hf_weights(), want)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
+
+
+EXPERT_FIELDS = {
+    "qwen3_moe": ("num_experts", "moe_intermediate_size", {"mlp_only_layers": []}, {}),
+    "qwen3_5_moe_text": ("num_experts", "moe_intermediate_size", {}, {"mtp.fc.weight": (8, 16)}),
+    "deepseek_v3": (
+        "n_routed_experts",
+        "moe_intermediate_size",
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "num_mtp_layers": 1},
+        {"model.layers.3.mlp.experts.0.up_proj.weight": (5, 8)},
+    ),
+    "gpt_oss": ("num_local_experts", "intermediate_size", {}, {}),
+}
+"""Names of a family's number of experts and of their width; further fields; a prediction layer where it has one."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("count", [3, 11])
+@pytest.mark.parametrize("kind", EXPERT_FIELDS)
+def test_c03_experts_of_sizes_that_differ_keep_layout_and_order(tmp_path, caplog, kind, count, fused):
+    """3 or 11 experts, width 8, expert width 5, in shuffled files, before an extra layer; exact and within 1e-5."""
+    experts, width, more, extra = EXPERT_FIELDS[kind]
+    model = write_family(tmp_path, kind, fused=fused, **{experts: count, width: 5, "hidden_size": 8} | more)
+    path = tmp_path / "model.safetensors"
+    names = FileNames(fused=None if kind == "gpt_oss" else fused, flat=False, values=False)
+    split = {name: t.contiguous() for name, t in names.to_file(load_file(path)).items()}
+    save_file(split | {name: torch.randn(shape) for name, shape in extra.items()}, path)
+    assert any("gate_up_proj" in name for name in split) is (fused or kind == "gpt_oss")
+    want = shuffled(tmp_path)
+    with caplog.at_level(logging.INFO):
+        made = policy(tmp_path)
+    assert all(name in caplog.text for name in extra)
+    assert same(made.hf_weights(), want)
+    with torch.no_grad():
+        assert difference(made, model) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_l06_a_document_in_a_row_does_not_see_its_neighbours(tmp_path, kind):
+    """Each token of the first document changed: the second's log-probabilities are the same, and those of it alone."""
+    write_family(tmp_path, kind)
+    made, second, positions = policy(tmp_path), ids(40, 1), torch.cat([torch.arange(30), torch.arange(40)])
+    first = ids(30, 0)
+    others = (first + 1 + ids(30, 2) % 66) % 67
+    assert (first != others).all()
+    with torch.no_grad():
+        alone = logprobs(made, second, torch.arange(40))
+        for neighbour in (first, others):
+            packed = logprobs(made, torch.cat([neighbour, second]), positions.clone())[30:]
+            assert (packed - alone).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_l06_every_attention_is_of_the_kind_that_is_told_where_documents_end(tmp_path, monkeypatch, kind):
+    """On an accelerator, torchtitan's varlen one; no setting chooses another. Nor does anything balance load."""
+    write_family(tmp_path, kind)
+    monkeypatch.setattr(titan_cpu, "on_cpu", lambda: False)
+    monkeypatch.setattr(titan_cpu, "lacks_delta_kernels", lambda config: False)
+    layers = titan_models.architecture(tmp_path, 64).config.layers
+    full = [layer.attention.inner_attention for layer in layers if layer.attention is not None]
+    assert full and {type(inner) for inner in full} == {titan_cpu.VarlenAttention.Config}
+    assert all(layer.moe is None or layer.moe.load_balance_coeff is None for layer in layers)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_critic_s_attention_stays_as_it_was_and_all_else_learns(tmp_path, kind):
+    write_family(tmp_path, kind)
+    critic = titan.Critic(tmp_path, titan.Layout(max_length=512), joined(), titan.ATTENTION)
+    frozen = {name for name, p in critic.parameters().items() if not p.requires_grad}
+    want = {n for n in critic.parameters() if any(w in n for w in (".attention.", ".attn.", ".attention_norm."))}
+    assert frozen == want and len({name.split(".")[1] for name in frozen}) == 3
+    assert {"tok_embeddings.weight", "norm.weight", "lm_head.weight"} <= critic.parameters().keys() - frozen
 
 
 def cut(path):

@@ -1,11 +1,9 @@
 import pytest
 import torch
 
-from lego.learn import titan
-from lego.learn.layout import Layout
-from lego.learn.optimizer import AdamW, rate_of
+from lego.learn.optimizer import AdamW
 from lego.learn.schedule import Schedule
-from tests.learn.policies import joined, policy
+from tests.learn.policies import policy
 
 SETTINGS = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
@@ -43,17 +41,6 @@ def test_only_matrices_decay(tiny_model):
         assert torch.allclose(value, want, atol=1e-6), name
 
 
-def test_a_head_learns_at_its_own_rate(tiny_model):
-    critic = titan.Critic(tiny_model, Layout(max_length=64), joined())
-    optimizer = AdamW(critic, **SETTINGS, own_lr={r"^lm_head\.": 0.4}, schedule=Schedule(warmup_steps=2))
-    before = values(critic)
-    pull(critic)
-    optimizer.step()
-    for name, value in values(critic).items():
-        want = 0.2 if name == "lm_head.weight" else 0.05
-        assert torch.allclose(before[name] - value, torch.tensor(want), atol=1e-5), name
-
-
 def test_what_is_frozen_stays_and_has_no_moments(tiny_model):
     network = policy(tiny_model)
     frozen = {name for name in network.parameters() if "attention" in name}
@@ -66,15 +53,6 @@ def test_what_is_frozen_stays_and_has_no_moments(tiny_model):
     state = optimizer.state()
     assert {n for n in network.parameters() if f"exp_avg.{n}" not in state} == frozen
     assert {n for n in network.parameters() if f"weights.{n}" in state} == set(network.parameters())
-
-
-def test_the_first_pattern_counts_and_none_may_be_left_without_a_name():
-    names = {"head.weight": 1.0, "body.weight": 1.0}
-    assert rate_of(names, {"head": 3.0, "weight": 2.0}) == {"head.weight": 3.0, "body.weight": 2.0}
-    with pytest.raises(ValueError, match="'tail', which no parameter is left for"):
-        rate_of(names, {"tail": 2.0})
-    with pytest.raises(ValueError, match="'head', which no parameter is left for"):
-        rate_of(names, {"weight": 2.0, "head": 3.0})
 
 
 def test_the_rate_follows_the_schedule_and_its_position_is_state(tiny_model):

@@ -1,3 +1,4 @@
+import time
 import tracemalloc
 from dataclasses import replace
 
@@ -325,3 +326,46 @@ def test_r01_the_last_sampled_token_needs_no_row():
     part = packing.pack([Sample(segment=made, advantage=1.0, weight=1.0)], ranks=1, token_budget=64).ranks[0][0]
     assert part.tokens == 7 and part.rows_R.tolist() == [4, 5, 6]
     assert (part.routing_TLK >= 0).all()
+
+
+def test_2000_segments_of_over_half_a_budget_are_packed_in_a_moment():
+    """Each has a micro-batch to itself; to try one micro-batch more at a time took 20 s."""
+    rng = np.random.default_rng(0)
+    made = [sample(rng, 52 + i % 10) for i in range(2000)]
+    start = time.monotonic()
+    batch = packing.pack(made, ranks=1, token_budget=100)
+    assert len(batch.ranks[0]) == 2000 and time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("logprob", [np.nan, -np.inf])
+def test_a_sampled_logprob_that_is_no_number_is_refused_by_trial_and_token(logprob):
+    rng = np.random.default_rng(0)
+    given = sample(rng, 12)
+    odd = replace(given.segment, logprobs_T=np.where(np.arange(12) == 9, logprob, given.segment.logprobs_T))
+    made = [sample(rng, 12), replace(given, segment=odd, trial="fix/2")]
+    with pytest.raises(ValueError, match=rf"sample 1 \(fix/2\): token 9 was sampled with log-probability {logprob}"):
+        packing.pack(made, ranks=1, token_budget=100)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expert", "told"),
+    [
+        (np.int16, packing.PADDING, r"its experts are -2 to \d+, want 0 to 32767"),
+        (np.uint16, 65534, r"its experts are 0 to 65534, want 0 to 32767"),
+        (np.int32, 65539, r"its experts are 0 to 65539, want 0 to 32767"),
+        (np.float32, 1.5, r"its experts are of type float32, want whole numbers"),
+    ],
+)
+def test_recorded_experts_that_would_turn_into_others_or_into_none_are_refused(dtype, expert, told):
+    rng = np.random.default_rng(0)
+    given = sample(rng, 12)
+    routing = given.segment.routing_TLK.astype(dtype)
+    routing[3, 1] = expert
+    with pytest.raises(ValueError, match=f"sample 0: {told}"):
+        packing.pack([replace(given, segment=replace(given.segment, routing_TLK=routing))], ranks=1, token_budget=100)
+    # What was not recorded may be anything.
+    routed = given.segment.routed_T & (np.arange(12) != 3)
+    if dtype != np.float32:
+        made = replace(given, segment=replace(given.segment, routing_TLK=routing, routed_T=routed))
+        rows = packing.pack([made], ranks=1, token_budget=100).ranks[0][0].routing_TLK
+        assert (rows[3] == packing.UNRECORDED).all() and (rows[2] >= 0).all()

@@ -62,7 +62,7 @@ def test_recomputed_layers_replay_the_rows_of_their_own_micro_batch(folder, chec
     rng = np.random.default_rng(0)
     rows = [torch.from_numpy(routes(rng, 40).astype(int)) for _ in range(2)]
     results = []
-    for made in (policy(folder), policy(folder, checkpointing=checkpointing)):
+    for made in (policy(folder), policy(folder, activation_checkpointing=checkpointing)):
         positions = [torch.arange(40), torch.arange(40)]
         counts = []
         for i in range(2):

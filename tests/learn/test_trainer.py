@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from safetensors.numpy import load_file
 from lego.errors import GateError, TrainerError, UsageError
 from lego.learn.algorithms import GRPO, SAO, Critic
 from lego.learn.checkpoint_folder import Keep
-from lego.learn.client import TrainerSpec
+from lego.learn.trainer import TrainerSpec
 from lego.records import Sample
 from tests.learn.samples import sample
 from tests.tiny import write_model
 
 SPEC = TrainerSpec(lr=1e-3, token_budget=128, threads=1)
 TWO = TrainerSpec(lr=1e-3, token_budget=128, threads=2, world_size=2, expert_parallel=2, stall_s=6.0)
+
+
+OF_A_RANK = ("train/peak_rss_gib", "train/micro_batches")
+"""What depends on the layout."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,11 @@ def largest_difference(a: Path, b: Path) -> float:
 
 async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(folder, tmp_path):
     """Sharded over two ranks (FSDP2, experts split): same loss and weights; their checkpoint continues on one."""
-    made, algorithm = [replace(s, trial="a/3") for s in samples()], GRPO(scale="none", aggregate="token")
+    made = [replace(s, trial=f"a/{i}") for i, s in enumerate(samples())]
+    algorithm, off = GRPO(scale="none", aggregate="token"), made[4].segment.logprobs_T.copy()
+    token = int(np.flatnonzero(made[4].segment.mask_T)[2])
+    off[token] = -40
+    strange = [*made[:4], replace(made[4], segment=replace(made[4].segment, logprobs_T=off)), *made[5:]]
     async with TWO.open(folder, tmp_path / "two", algorithm) as two:
         first = await two.step(made)
         await two.export(tmp_path / "two.safetensors")
@@ -76,12 +85,18 @@ async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(fol
         await one.export(tmp_path / "one.safetensors")
         assert await one.load(tmp_path / "two" / "checkpoints") == 1
         resumed = await one.step(made)
-        with pytest.raises(GateError, match=r"worst: trial a/3, token \d+ of its segment: .* did not step"):
-            await one.step(made, Gates())
+        says = rf"worst: trial a/4, token {token} of its segment: log-probability -40\.0000 sampled, .* did not step"
+        with pytest.raises(GateError, match=says):
+            await one.step(strange, Gates())
         await one.save_hf(tmp_path / "hf")
     assert first.loss == pytest.approx(alone.loss, abs=1e-5)
     assert first.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
     assert first.rows_replayed == alone.rows_replayed == alone.rows_needed == 3 * alone.fed
+    two_found, one_found = ({n: v for n, v in r.metrics().items() if n not in OF_A_RANK} for r in (first, alone))
+    assert {n: v for n, v in two_found.items() if not n.startswith("seconds/")} == pytest.approx(
+        {n: v for n, v in one_found.items() if not n.startswith("seconds/")}, rel=1e-3, abs=1e-5
+    )
+    assert first.log_ratio_counts == alone.log_ratio_counts and first.worst.trial == alone.worst.trial
     assert largest_difference(tmp_path / "two.safetensors", tmp_path / "one.safetensors") < 1e-5
     assert largest_difference(tmp_path / "one.safetensors", folder / "model.safetensors") > 1e-4
     assert resumed.loss == pytest.approx(second.loss, abs=1e-5)
@@ -100,13 +115,24 @@ async def test_a_dead_or_stuck_rank_is_named(folder, tmp_path, number, says):
             ranks = rank_pids(trainer.pid)
             assert sorted(ranks) == [0, 1]
             os.kill(ranks[1], number)
+            began = time.monotonic()
             await trainer.step(samples())
+    assert time.monotonic() - began < 30
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
 async def test_a_missing_model_folder_is_one_clear_message(tmp_path):
     with pytest.raises(UsageError, match=r"no-such-model has no config\.json"):
         async with SPEC.open(tmp_path / "no-such-model", tmp_path / "run"):
+            pass
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "is not JSON"), ("[]", "holds a list, wanted an object")])
+async def test_a_config_that_is_no_object_is_one_clear_message(folder, tmp_path, text, told):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=rf"policy: .*/m/config\.json {told}"):
+        async with SPEC.open(tmp_path / "m", tmp_path / "run"):
             pass
 
 
@@ -155,11 +181,10 @@ async def test_a_critic_on_two_ranks_warms_up_and_goes_on_from_its_checkpoint(fo
     assert again.grad_norm == pytest.approx(then.grad_norm, rel=1e-3)
 
 
-async def test_a_sample_over_the_budget_is_an_error_or_left_out_and_counted(folder, tmp_path):
+async def test_a_sample_over_the_budget_is_left_out_and_counted_and_a_batch_of_them_refused(folder, tmp_path):
     long = [*samples(2), sample(np.random.default_rng(1), 150)]
-    async with SPEC.open(folder, tmp_path / "run") as trainer:
-        with pytest.raises(TrainerError, match="sample 2 feeds 149 tokens, more than token_budget=128"):
-            await trainer.step(long)
-    async with replace(SPEC, over_budget="drop").open(folder, tmp_path / "again") as trainer:
+    async with replace(SPEC, over_budget="drop").open(folder, tmp_path / "run") as trainer:
+        with pytest.raises(TrainerError, match="nothing to train on in 1 samples: 1 with more tokens than"):
+            await trainer.step(long[2:])
         report = await trainer.step(long)
     assert (report.dropped, report.segments, report.split_tokens) == (1, 2, 0)

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lego.check import check
 from lego.cli import load_recipe
+from lego.learn.algorithms import GRPO, Algorithm
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = str(ROOT / "recipes" / "demo.py")
@@ -63,6 +65,18 @@ MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8}
         (MOE, "--trainer.context-parallel 2", "trainer.context_parallel: 2, wanted 1"),
         (MOE, "--trainer.world-size 0", "trainer.world_size: 0, wanted at least 1"),
         (MOE, "--trainer.lr 0", "trainer.lr: 0.0, wanted more than 0"),
+        (MOE, "--trainer.lr inf", "trainer.lr: inf, wanted more than 0 and finite"),
+        (MOE, "--trainer.grad-clip nan", "trainer.grad_clip: nan, wanted more than 0"),
+        (MOE, "--trainer.grad-clip -1", "trainer.grad_clip: -1.0, wanted more than 0"),
+        (MOE, "--trainer.weight-decay -1", "trainer.weight_decay: -1.0, wanted 0 or more"),
+        (MOE, "--trainer.betas 0.9 1", "trainer.betas: (0.9, 1.0), wanted two numbers"),
+        (MOE, "--trainer.stall-s 0", "trainer.stall_s: 0.0, wanted 1 or more"),
+        (MOE, "--trainer.start-timeout-s nan", "trainer.start_timeout_s: nan, wanted more than 0"),
+        (
+            MOE,
+            "--trainer.world-size 2 --trainer.tensor-parallel 2 --trainer.token-budget 8191",
+            "trainer.token_budget: 8191, wanted a multiple of tensor_parallel 2",
+        ),
         (MOE, "--trainer.lr-decay linear --trainer.lr-warmup-steps 9", "trainer.steps: 5, wanted more than lr_warmup"),
         (DENSE, "--engine.routing True", "engine.routing: True, but the policy has no experts"),
         (DENSE, "--trainer.world-size 2 --trainer.expert-parallel 2", "trainer.expert_parallel: 2, wanted 1"),
@@ -70,7 +84,7 @@ MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8}
         (MOE, "--engine.max-model-len 9000", "trainer.token_budget: 8192, wanted at least engine.max_model_len 9000"),
         ({"model_type": "t5"}, "--steps 1", "policy: model_type 't5', wanted one of qwen3, "),
         (MOE, "--algorithm ppo --trainer.over-budget split", "trainer.over_budget: split, wanted error or drop"),
-        (MOE, "--resume /nowhere", "resume: /nowhere, wanted a checkpoint of the trainer"),
+        (MOE, "--resume /nowhere", "resume: /nowhere: no checkpoint here"),
     ],
 )
 def test_a_trainer_that_cannot_be_is_told_by_field(
@@ -82,11 +96,67 @@ def test_a_trainer_that_cannot_be_is_told_by_field(
     assert lines[0].startswith(told) and lines[1:] == ["1 problem"]
 
 
-def test_l08_a_head_of_another_dtype_than_the_trainers_is_refused(model: str):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--hf-overrides.head_dtype", "bfloat16"),
+        ("--hf_overrides.head_dtype=bfloat16",),
+        ("--hf-overrides", '{"head_dtype": "bfloat16"}'),
+        ("--logprobs-mode", "raw_logprobs"),
+        ("--logprobs_mode=raw_logprobs",),
+        ("--generation-config", "auto"),
+    ],
+)
+def test_l08_l01_an_engine_argument_that_would_part_its_logprobs_from_the_trainers_is_refused(model: str, words: tuple):
     recipe = load_recipe(Path(DEMO))
-    engine = replace(recipe.engine, extra=("--hf-overrides.head_dtype", "bfloat16"))
-    problems = list(replace(recipe, policy=Path(model), engine=engine).problems())
-    assert len(problems) == 1 and problems[0].startswith("engine.extra: --hf-overrides")
+    problems = list(replace(recipe, policy=Path(model), engine=replace(recipe.engine, extra=words)).problems())
+    assert len(problems) == 1 and problems[0].startswith(f"engine.extra: {words[0]}, which lego sets itself")
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (4, None),
+        (5, "steps: 5, wanted more than the 5 that "),
+        ("?", "resume: {0}/step-000005: its meta.json cannot be"),
+    ],
+)
+def test_a_checkpoint_that_leaves_nothing_to_do_or_is_damaged_is_told_at_once(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: object, told: str | None
+):
+    folder = tmp_path / "step-000005"
+    folder.mkdir()
+    meta = {"format": 1, "step": step, "model_type": "qwen3_moe", "layout": {}, "metrics": {}}
+    (folder / "meta.json").write_text("{" if step == "?" else json.dumps(meta))
+    assert check([DEMO, "--policy", model, "--resume", str(tmp_path)]) == (2 if told else 0)
+    _, lines = read(capsys.readouterr().out)
+    assert lines[0].startswith(told.format(tmp_path) if told else "ok")
+
+
+def test_checkpoints_deeper_than_a_run_looks_for_them_are_not_promised(model: str, tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text("{}")
+    (problem,) = replace(load_recipe(Path(DEMO)), policy=Path(model), resume=tmp_path).problems()
+    assert problem.startswith(f"resume: {tmp_path}: no checkpoint here")
+
+
+class Own(GRPO):
+    """An algorithm that no name leads to."""
+
+
+@pytest.mark.parametrize("algorithm", [Own(), Algorithm(), "grpo"])
+def test_an_algorithm_without_a_name_is_told(model: str, algorithm: Any):
+    (problem,) = replace(load_recipe(Path(DEMO)), policy=Path(model), algorithm=algorithm).problems()
+    assert problem.startswith("algorithm: ") and "wanted one of grpo, dr_grpo, " in problem
+
+
+@pytest.mark.parametrize("field", ["lr_decay", "over_budget", "dtype", "export_dtype", "activation_checkpointing"])
+def test_a_word_that_a_field_does_not_know_is_told(model: str, field: str):
+    recipe = load_recipe(Path(DEMO))
+    odd = replace(recipe.trainer, **{field: "odd"})
+    (problem,) = replace(recipe, policy=Path(model), trainer=odd).problems()
+    assert problem.startswith(f"trainer.{field}: 'odd', wanted one of ")
 
 
 def test_an_optimised_interpreter_refuses_the_same(tmp_path: Path):
@@ -94,6 +164,12 @@ def test_an_optimised_interpreter_refuses_the_same(tmp_path: Path):
     argv = [sys.executable, "-O", "-m", "lego.check", DEMO, "--policy", str(tmp_path), "--rollout.group-size", "1"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and read(done.stdout)[1][0].startswith("rollout.group_size: 1, wanted 2 or more")
+
+
+@pytest.mark.parametrize("odd", [{"num_attention_heads": "4"}, {"num_experts": None}, {"text_config": 3}])
+def test_odd_fields_of_a_config_are_no_traceback(tmp_path: Path, odd: dict):
+    (tmp_path / "config.json").write_text(json.dumps(MOE | odd))
+    assert check([DEMO, "--policy", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +190,10 @@ def test_a_trainer_that_can_be_is_not_refused(tmp_path: Path, capsys: pytest.Cap
 def test_the_large_recipe_lacks_its_model_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert check([LARGE, "--policy", str(tmp_path / "none")]) == 2
     recipe, lines = read(capsys.readouterr().out)
-    assert lines == [f"policy: {tmp_path / 'none'} has no config.json; wanted a model folder in HF layout", "1 problem"]
+    assert lines == [
+        f"policy: {tmp_path / 'none'} has no config.json that can be read; wanted a model folder in HF layout",
+        "1 problem",
+    ]
     assert recipe["rollout"]["staleness"] == 1 and recipe["engine"]["env"] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lego.learn.checkpoint import Checkpoints
+from lego.learn.checkpoint import Checkpointer
 from lego.learn.optimizer import AdamW
 from tests.learn.policies import logprobs, policy
 from tests.tiny import write_model
@@ -39,7 +39,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory):
     optimizer = AdamW(made, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     logprobs(made, torch.arange(40), torch.arange(40)).sum().backward()
     optimizer.step()
-    checkpoints = Checkpoints(root, optimizer)
+    checkpoints = Checkpointer(root, optimizer)
     checkpoints.save(1, {"solve_rate": 0.5})
     checkpoints.wait()
     return made, root
@@ -81,6 +81,13 @@ def test_nothing_is_written_over(model: Path, trained, tmp_path: Path):
         done = run(trained[1], model, tmp_path / taken.removesuffix(".part"))
         message = f"error: {tmp_path / taken}: exists already; nothing is written over\n"
         assert done.returncode == 2 and done.stderr == message
+
+
+def test_a_model_is_not_exported_into_the_one_it_began_as(model: Path, trained):
+    before = sorted(model.iterdir())
+    done = run(trained[1], model, model / "out")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {model / 'out'}: lies in {model}, ")
+    assert sorted(model.iterdir()) == before
 
 
 def test_an_export_that_fails_leaves_nothing(trained, tmp_path: Path):

@@ -1,0 +1,45 @@
+"""What a trainer rank is started with: written by the driver, read by each rank; imports no torch."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lego.learn.algorithms import Algorithm, from_fields, name_of
+from lego.learn.checkpoint_folder import Keep
+from lego.learn.layout import DType, Layout
+from lego.learn.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a rank is told before its first command; paths are absolute."""
+
+    control: str
+    """Address of the socket on which rank 0 takes commands."""
+    shared: str
+    """Folder in which each rank tells its progress."""
+    model: str
+    layout: Layout
+    export_dtype: DType
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    grad_clip: float
+    schedule: Schedule
+    algorithm: Algorithm
+    checkpoints: str
+    keep: Keep
+
+    def write(self, path: Path) -> None:
+        """Writes a JSON file."""
+        path.write_text(json.dumps(asdict(self) | {"algorithm_name": name_of(self.algorithm)}))
+
+    @classmethod
+    def read(cls, path: Path) -> "Settings":
+        """What `write` wrote."""
+        values = json.loads(path.read_text())
+        values["layout"] = Layout(**values["layout"])
+        values["schedule"] = Schedule(**values["schedule"])
+        values["keep"] = Keep(**values["keep"])
+        values["algorithm"] = from_fields(values.pop("algorithm_name"), values["algorithm"])
+        return cls(**values)
