@@ -20,6 +20,7 @@ from lego.child import Child
 from lego.errors import GateError, TrainerError
 from lego.learn import packing
 from lego.learn.checkpoint_folder import find
+from lego.learn.costs import Costs
 from lego.learn.ranks import Ranks
 from lego.learn.report import Measured, StepReport
 from lego.learn.settings import Settings
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 STOP_S = 10.0
-ROUNDS = 64
-"""Rounds of micro-batches that the cost of a document is fitted to."""
 # Threads that spin while they wait for each other take the cores from those they wait for: 5x slower on a busy machine.
 THREADING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -93,9 +92,7 @@ class Trainer:
         self._ranks = Ranks(logs=logs, shared=shared, count=spec.world_size, stall_s=spec.stall_s)
         self._child, self._socket = child, socket
         self._busy = asyncio.Lock()
-        self._cost: packing.Cost | None = None
-        self._seen: list[tuple[Sequence[int], float]] = []
-        self._stepped = False
+        self._costs = Costs()
         self._batches = 0
         self._broken = False
 
@@ -134,7 +131,8 @@ class Trainer:
         finally:
             path.unlink(missing_ok=True)
         found = Measured.parse(answer)
-        self._learn_cost(batch, found.part_seconds)
+        rounds = [[part.documents for part in parts] for parts in zip(*batch.ranks, strict=True)]
+        self._costs.learn(rounds, found.part_seconds)
         if found.worst is not None:
             found = replace(found, worst=replace(found.worst, trial=samples[found.worst.sample].trial))
         if found.breach is not None:
@@ -157,24 +155,13 @@ class Trainer:
             temperature=self.temperature,
             over_budget=spec.over_budget,
             multiple_of=spec.tensor_parallel,
-            cost=self._cost,
+            cost=self._costs.cost,
         )
         for lost in batch.dropped:
             said = lost.sample, lost.trial, lost.reason, lost.tokens
             log.warning("sample %d of %s is not trained on: %s (%d tokens)", *said)
         packing.write(batch, path)
         return batch
-
-    def _learn_cost(self, batch: packing.Batch, seconds: Sequence[float]) -> None:
-        """Fits what documents cost to the last rounds; each lasts as long as its dearest micro-batch."""
-        cost = self._cost or packing.Cost()
-        rounds = [[part.documents for part in parts] for parts in zip(*batch.ranks, strict=True)]
-        seen = [(max(parts, key=cost.seconds), took) for parts, took in zip(rounds, seconds, strict=True)]
-        # The first step is slower for reasons that have nothing to do with its documents.
-        if self._stepped:
-            self._seen = [*self._seen, *seen][-ROUNDS:]
-            self._cost = packing.Cost.fit(self._seen)
-        self._stepped = True
 
     async def export(self, path: Path) -> None:
         """Writes all weights as one safetensors file with HF names; it appears complete or not at all."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from lego.learn.costs import Cost
 from lego.records import Sample, Segment
 
 UNRECORDED = -1
@@ -101,36 +102,6 @@ class Batch:
     def fed(self) -> int:
         """Tokens that pass the network, padding not counted."""
         return sum(m.tokens for row in self.ranks for m in row)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Seconds of a document of n tokens: linear * n + quadratic * n^2, the square for its attention."""
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-
-    def seconds(self, documents: Sequence[int]) -> float:
-        """Of all documents of a micro-batch."""
-        n = np.asarray(documents, np.float64)
-        return float(self.linear * n.sum() + self.quadratic * n @ n)
-
-    @classmethod
-    def fit(cls, observations: Sequence[tuple[Sequence[int], float]]) -> "Cost":
-        """Least squares, neither part negative, over (documents of a micro-batch, its seconds).
-
-        Raises ValueError without a token or without a second.
-        """
-        sums = np.array([[np.sum(n), np.square(n, dtype=np.float64).sum()] for n, _ in observations], np.float64)
-        seconds = np.array([s for _, s in observations], np.float64)
-        if not sums.any() or not seconds.sum() > 0:
-            raise ValueError(f"{len(observations)} observations without a token or a second: no cost to fit")
-        scale = sums.max(0)
-        both = np.linalg.lstsq(sums / scale, seconds, rcond=None)[0]
-        alone = np.diag((sums / scale * seconds[:, None]).sum(0) / np.square(sums / scale).sum(0))
-        found = [x for x in (both, *alone) if (x >= 0).all()]
-        linear, quadratic = min(found, key=lambda x: np.square(sums / scale @ x - seconds).sum()) / scale
-        return cls(linear=float(linear), quadratic=float(quadratic))
 
 
 @dataclass(frozen=True, kw_only=True)

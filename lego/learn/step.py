@@ -151,7 +151,7 @@ def _update(network: Network, optimizer: AdamW, max_norm: float) -> float:
     norm = network.clip_gradients(max_norm)
     if not math.isfinite(norm):
         optimizer.clear()
-        raise TrainerError(f"gradient norm is {norm}: no rank stepped")
+        raise TrainerError(f"the {type(network).__name__.lower()}'s gradient norm is {norm}: no rank stepped it")
     optimizer.step()
     return norm
 

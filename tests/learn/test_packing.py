@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lego.learn import packing
+from lego.learn.costs import Cost, Costs
 from lego.records import Sample
 from tests.learn.samples import routes, sample, segment
 
@@ -223,7 +224,7 @@ def test_one_long_sample_among_short_ones_is_balanced_by_what_it_costs():
     """Of 8,000 and 40 x 500 tokens, equal tokens give one rank half as much again to do."""
     rng = np.random.default_rng(0)
     made = [sample(rng, n + 1) for n in (8000, *[500] * 40)]
-    cost = packing.Cost(linear=1.0, quadratic=1 / 8000)
+    cost = Cost(linear=1.0, quadratic=1 / 8000)
     by_tokens, by_cost = (
         rank_seconds(packing.pack(made, ranks=2, token_budget=32768, cost=c), cost) for c in (None, cost)
     )
@@ -234,7 +235,7 @@ def test_one_long_sample_among_short_ones_is_balanced_by_what_it_costs():
 def test_ranks_get_equal_work():
     rng = np.random.default_rng(0)
     batch = packing.pack([sample(rng, int(n)) for n in rng.integers(50, 300, 40)], ranks=2, token_budget=600)
-    loads = rank_seconds(batch, packing.Cost())
+    loads = rank_seconds(batch, Cost())
     assert abs(loads[0] - loads[1]) < 0.1 * sum(loads)
 
 
@@ -242,7 +243,7 @@ def test_the_budget_holds_where_cost_and_tokens_disagree():
     """The cheapest micro-batch may have no room."""
     rng = np.random.default_rng(0)
     made = [sample(rng, n + 1) for n in (100, *[10] * 30)]
-    batch = packing.pack(made, ranks=2, token_budget=210, cost=packing.Cost(linear=1e-3, quadratic=1.0))
+    batch = packing.pack(made, ranks=2, token_budget=210, cost=Cost(linear=1e-3, quadratic=1.0))
     assert [len(row) for row in batch.ranks] == [1, 1]
     assert sorted(p.tokens for row in batch.ranks for p in row) == [190, 210]
 
@@ -251,19 +252,19 @@ def test_the_budget_holds_where_cost_and_tokens_disagree():
 def test_a_cost_is_found_from_measured_seconds(want):
     rng = np.random.default_rng(0)
     lengths = [rng.integers(100, 9000, rng.integers(1, 9)).tolist() for _ in range(20)]
-    true = packing.Cost(linear=want[0], quadratic=want[1])
-    found = packing.Cost.fit([(n, true.seconds(n)) for n in lengths])
+    true = Cost(linear=want[0], quadratic=want[1])
+    found = Cost.fit([(n, true.seconds(n)) for n in lengths])
     assert (found.linear, found.quadratic) == pytest.approx(want, rel=1e-6, abs=1e-13)
 
 
 def test_no_part_of_a_cost_is_negative():
     """Seconds that grow slower than tokens would want a negative square."""
-    found = packing.Cost.fit([([n], n**0.5) for n in (100, 400, 900, 1600)])
+    found = Cost.fit([([n], n**0.5) for n in (100, 400, 900, 1600)])
     assert found.quadratic == 0 and found.linear > 0
-    growing = packing.Cost.fit([([n], n**3.0) for n in (100, 400, 900, 1600)])
+    growing = Cost.fit([([n], n**3.0) for n in (100, 400, 900, 1600)])
     assert growing.linear == 0 and growing.quadratic > 0
     with pytest.raises(ValueError, match="0 observations"):
-        packing.Cost.fit([])
+        Cost.fit([])
 
 
 def test_r08_samples_in_micro_batches_of_three_and_two_keep_their_own_rows():
@@ -369,3 +370,13 @@ def test_recorded_experts_that_would_turn_into_others_or_into_none_are_refused(d
         made = replace(given, segment=replace(given.segment, routing_TLK=routing, routed_T=routed))
         rows = packing.pack([made], ranks=1, token_budget=100).ranks[0][0].routing_TLK
         assert (rows[3] == packing.UNRECORDED).all() and (rows[2] >= 0).all()
+
+
+def test_costs_are_learned_from_the_dearest_micro_batch_of_each_round_after_the_first_step():
+    true, costs = Cost(linear=1e-3, quadratic=1e-6), Costs()
+    rounds = [[[100] * 8, [400]], [[50], [800, 10]], [[300], [200]]]
+    costs.learn(rounds, [9.0, 9.0, 9.0])
+    assert costs.cost is None
+    for _ in range(3):
+        costs.learn(rounds, [max(true.seconds(documents) for documents in parts) for parts in rounds])
+    assert costs.cost.linear == pytest.approx(1e-3, rel=0.1) and costs.cost.quadratic == pytest.approx(1e-6, rel=0.2)

@@ -88,4 +88,4 @@ def test_o05_ranks_with_other_numbers_of_micro_batches_are_told_apart_at_once(sa
 
 
 def test_a08_an_inf_in_one_ranks_gradient_stops_the_step_on_all(said):
-    assert [lines[1] for lines in said] == ["gradient norm is inf: no rank stepped"] * RANKS
+    assert [lines[1] for lines in said] == ["the policy's gradient norm is inf: no rank stepped it"] * RANKS
