@@ -73,7 +73,9 @@ def resolve(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
         prog=f"{program} {path}",
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
     )
-    return path, replace(recipe, harness=_as_set(own, recipe.harness))
+    same = type(recipe.algorithm) is type(own.algorithm)
+    algorithm = own.algorithm if same else recipe.algorithm
+    return path, replace(recipe, harness=_as_set(own, recipe.harness), algorithm=algorithm)
 
 
 def _as_set(recipe: Recipe, chosen: Harness) -> Harness:

@@ -108,7 +108,7 @@ class Checkpoints:
     keep_last: int = 2
     """Newest checkpoints that stay."""
     keep_best: int = 0
-    """Checkpoints with the best solve rates that stay beside them."""
+    """Checkpoints that stay beside them, made from the trials with the best solve rates."""
 
 
 def _algorithm(words: list[str]) -> Algorithm:
@@ -151,7 +151,7 @@ class Recipe:
     other_harnesses: tyro.conf.Suppress[tuple[Harness, ...]] = ()
     """Further harnesses with the fields they shall have when `--harness` names them."""
     steps: int
-    """Optimizer steps."""
+    """Optimizer steps, with those behind a checkpoint that is resumed."""
     seed: int = 0
     """Seed of task order and sampling."""
     cache: Path = Path("~/.cache/lego")
@@ -161,7 +161,7 @@ class Recipe:
     resume: Path | None = None
     """A trainer checkpoint to go on from, of any layout; steps are counted on from its own."""
     algorithm: AlgorithmByName = GSPO()
-    """Policy loss (a name takes its defaults; set its fields in the recipe)."""
+    """What is learned from rewards. Another name than the recipe's takes its defaults; fields are set in the recipe."""
     sampling: Sampling = Sampling()
     chat: Chat = Chat()
     rollout: Rollout = Rollout()
@@ -186,7 +186,7 @@ class Recipe:
         if not full:
             yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
         if _config(self.policy) is None:
-            yield f"policy: {self.policy} has no config.json that can be read; wanted a model folder in HF layout"
+            yield f"policy: {self.policy / 'config.json'} cannot be read; wanted a model folder in HF layout"
         if self.sampling.max_tokens >= self.engine.max_model_len:
             yield (
                 f"sampling.max_tokens: {self.sampling.max_tokens}, "
@@ -200,7 +200,14 @@ class Recipe:
         if isinstance(self.algorithm, ActorCritic) and self.trainer.over_budget == "split":
             yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
         if self.resume is not None:
-            yield from _resume_problems(self.resume, self.steps)
+            yield from _resume_problems(self.resume, self.steps, isinstance(self.algorithm, ActorCritic))
+        if self.run_dir is not None and self.run_dir.is_dir() and any(self.run_dir.iterdir()):
+            yield f"run_dir: {self.run_dir} is not empty, wanted a new or an empty folder"
+        if isinstance(self.algorithm, ActorCritic) and self.algorithm.critic.warmup_steps >= self.steps:
+            yield (
+                f"algorithm.critic.warmup_steps: {self.algorithm.critic.warmup_steps}, wanted less than steps "
+                f"{self.steps}: before them the critic alone learns"
+            )
         config = _config(self.policy)
         yield from self.trainer.problems(config, self.steps)
         for word in self.engine.extra:
@@ -210,14 +217,16 @@ class Recipe:
             yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
 
 
-def _resume_problems(resume: Path, steps: int) -> Iterator[str]:
+def _resume_problems(resume: Path, steps: int, critic: bool) -> Iterator[str]:
     try:
-        behind = read_meta(find(resume)).step
+        meta = read_meta(find(resume))
     except UsageError as error:
         yield f"resume: {error}"
         return
-    if behind >= steps:
-        yield f"steps: {steps}, wanted more than the {behind} that {resume} has behind it"
+    if meta.step >= steps:
+        yield f"steps: {steps}, wanted more than the {meta.step} that {resume} has behind it; they are counted on"
+    if critic and not meta.critic:
+        yield f"resume: {resume} holds no critic, and this algorithm trains one"
 
 
 def _config(folder: Path) -> Mapping[str, Any] | None:

@@ -69,9 +69,10 @@ def test_a_value_out_of_range_names_field_value_and_range(flag: str, value: str)
     refused(train(DEMO, f"--{flag}", value), flag.replace("-", "_"), value, "wanted")
 
 
-def test_a_world_size_that_does_not_divide_the_experts_is_refused_at_once(tmp_path, fetched_cache):
-    flags = ("--trainer.world-size", "3", "--run-dir", str(tmp_path / "run"), "--cache", str(fetched_cache))
-    refused(train(DEMO, *flags), "trainer.world_size: 3", "8 experts")
+def test_expert_parallelism_that_does_not_divide_the_experts_is_refused_at_once(tmp_path, fetched_cache):
+    ranks = ("--trainer.world-size", "3", "--trainer.expert-parallel", "3")
+    flags = (*ranks, "--run-dir", str(tmp_path / "run"), "--cache", str(fetched_cache))
+    refused(train(DEMO, *flags), "trainer.expert_parallel: 3", "8 experts")
 
 
 @pytest.mark.parametrize(("name", "content"), [("config.json", "[]"), ("tokenizer.json", '{"a":')])

@@ -25,6 +25,11 @@ def _within(name: str, value: float, low: float, high: float = math.inf) -> None
         raise ValueError(f"{name}={value}: want a finite number, {low} <= {name} <= {high}")
 
 
+def _is_a(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r}: want a {kind.__name__}(...)")
+
+
 def _one_of(name: str, value: str, choices: Any) -> None:
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r}: want one of {', '.join(get_args(choices))}")
@@ -106,6 +111,7 @@ class Algorithm:
     correction: Correction = Correction()
 
     def __post_init__(self) -> None:
+        _is_a("correction", self.correction, Correction)
         _one_of("baseline", self.baseline, Baseline)
         _one_of("scale", self.scale, Scale)
         _one_of("aggregate", self.aggregate, Aggregate)
@@ -233,6 +239,7 @@ class ActorCritic(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _is_a("critic", self.critic, Critic)
         for name in ("baseline", "scale"):
             if getattr(self, name) != "none":
                 raise ValueError(f"{name}={getattr(self, name)!r}: want 'none', advantages come from the critic")

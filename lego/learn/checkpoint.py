@@ -48,7 +48,11 @@ class Checkpointer:
         self.wait()
         network = self.policy.network
         meta = Meta(
-            step=step, model_type=network.arch.hf["model_type"], layout=asdict(network.layout), metrics=dict(metrics)
+            step=step,
+            model_type=network.arch.hf["model_type"],
+            layout=asdict(network.layout),
+            metrics=dict(metrics),
+            critic=self.critic is not None,
         )
         folder = place(self.root, step)
         running = async_save(

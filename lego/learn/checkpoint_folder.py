@@ -34,6 +34,8 @@ class Meta:
     """Of the ranks that wrote it; others can read it."""
     metrics: Mapping[str, float | None]
     """What was measured of its weights; None for what is not finite."""
+    critic: bool
+    """Whether it holds a critic beside the policy."""
     format: int = FORMAT
 
 

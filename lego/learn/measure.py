@@ -11,8 +11,9 @@ from lego.learn.replay import RowCount
 from lego.learn.report import LOG_RATIO_EDGES, Measured, Worst
 
 SUMS = (
-    "tokens", "loss", "k1", "k3", "kl", "ratio", "clipped", "entropy", "difference", "weight", "weight_square",
-    "p", "q", "pp", "qq", "pq", "rows_needed", "rows_replayed", "rows_live", "choices", "agreed", "rss_gib",
+    "tokens", "loss", "kl", "ratio", "clipped", "entropy", "weight", "weight_square",
+    "compared", "k1", "k3", "difference", "p", "q", "pp", "qq", "pq",
+    "rows_needed", "rows_replayed", "rows_live", "choices", "agreed", "rss_gib",
     "returns", "returns_square", "residual", "residual_square",
     *(f"bin_{i}" for i in range(len(LOG_RATIO_EDGES) + 1)),
 )  # fmt: skip
@@ -59,29 +60,39 @@ def _distance(token: Worst) -> float:
 
 
 @torch.no_grad()
-def measure(
-    sums: Sums, tokens: Tokens, result: Objective, rows: RowCount, sample_T: torch.Tensor, token_T: torch.Tensor
-) -> None:
-    """Adds a micro-batch's numbers. `sample_T` and `token_T` say which token of which sample each is."""
+def measure(sums: Sums, tokens: Tokens, result: Objective, rows: RowCount) -> None:
+    """Adds a micro-batch's numbers, but those of `fidelity`."""
     sums.add(rows_needed=rows.needed, rows_replayed=rows.replayed, rows_live=rows.live, loss=result.loss)
     sums.add(choices=rows.choices, agreed=rows.agreed)
     mask = tokens.mask_T
-    trainer, sampled = tokens.logprobs_T[mask].double(), tokens.sampled_T[mask].double()
-    if len(trainer) == 0:
-        return
-    p, q = sampled.exp(), trainer.exp()
-    sums.add(tokens=len(p), p=p.sum(), q=q.sum(), pp=p.square().sum(), qq=q.square().sum(), pq=(p * q).sum())
-    ratios = log_ratio(trainer, sampled, torch.ones_like(p, dtype=torch.bool))
+    ratios = log_ratio(tokens.logprobs_T, tokens.sampled_T, mask)[mask].double()
     weights = (result.ratio_T * result.weight_T)[mask].double()
-    sums.add(ratio=result.ratio_T[mask].double().sum(), clipped=result.clipped_T[mask].sum())
+    sums.add(tokens=mask.sum(), ratio=result.ratio_T[mask].double().sum(), clipped=result.clipped_T[mask].sum())
     sums.add(weight=weights.sum(), weight_square=weights.square().sum())
-    sums.add(k1=-ratios.sum(), k3=k3(ratios).sum(), difference=(trainer - sampled).abs().sum())
     edges = torch.tensor(LOG_RATIO_EDGES, dtype=torch.float64, device=ratios.device)
     counts = torch.bincount(torch.bucketize(ratios, edges), minlength=len(edges) + 1)
     sums.add(**{f"bin_{i}": count for i, count in enumerate(counts)})
     for name, values_T in (("entropy", tokens.entropy_T), ("kl", result.kl_T)):
         if values_T is not None:
             sums.add(**{name: values_T[mask].double().sum()})
+
+
+@torch.no_grad()
+def fidelity(
+    sums: Sums, tokens: Tokens, whole_T: torch.Tensor, *, sample_T: torch.Tensor, token_T: torch.Tensor
+) -> None:
+    """Adds how far trainer and sampler are apart, on tokens that both saw in their whole context.
+
+    `sample_T` and `token_T` say which token of which sample each is.
+    """
+    mask = tokens.mask_T & whole_T
+    trainer, sampled = tokens.logprobs_T[mask].double(), tokens.sampled_T[mask].double()
+    if len(trainer) == 0:
+        return
+    p, q = sampled.exp(), trainer.exp()
+    sums.add(compared=len(p), p=p.sum(), q=q.sum(), pp=p.square().sum(), qq=q.square().sum(), pq=(p * q).sum())
+    ratios = log_ratio(trainer, sampled, torch.ones_like(p, dtype=torch.bool))
+    sums.add(k1=-ratios.sum(), k3=k3(ratios).sum(), difference=(trainer - sampled).abs().sum())
     worst = int((trainer - sampled).abs().argmax())
     found = Worst(
         sample=int(sample_T[mask][worst]),
@@ -93,16 +104,16 @@ def measure(
 
 
 def _measured(total: Mapping[str, float], worst: Worst | None, probability_difference: float) -> Measured:
-    n = max(1.0, total["tokens"])
+    n, compared = max(1.0, total["tokens"]), max(1.0, total["compared"])
     return Measured(
         loss=total["loss"],
         tokens=round(total["tokens"]),
         pearson=_pearson(total, probability_difference),
         max_logprob_difference=worst.difference if worst else 0.0,
-        mean_logprob_difference=total["difference"] / n,
+        mean_logprob_difference=total["difference"] / compared,
         max_probability_difference=probability_difference,
-        k1=total["k1"] / n,
-        k3=total["k3"] / n,
+        k1=total["k1"] / compared,
+        k3=total["k3"] / compared,
         kl=total["kl"] / n,
         ratio_mean=total["ratio"] / n,
         log_ratio_counts=tuple(round(total[f"bin_{i}"]) for i in range(len(LOG_RATIO_EDGES) + 1)),
@@ -121,7 +132,7 @@ def _measured(total: Mapping[str, float], worst: Worst | None, probability_diffe
 
 def _pearson(total: Mapping[str, float], probability_difference: float) -> float:
     """Correlation of sampled and trainer probabilities; of constants, 1 if they agree and 0 if not."""
-    n = max(1.0, total["tokens"])
+    n = max(1.0, total["compared"])
     var_p = total["pp"] - total["p"] ** 2 / n
     var_q = total["qq"] - total["q"] ** 2 / n
     if var_p <= 1e-12 * n or var_q <= 1e-12 * n:

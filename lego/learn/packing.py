@@ -37,9 +37,9 @@ class MicroBatch:
 
     `positions_T` restart at 0 with each segment, and with the padding that may stand at the end. Input row `rows_R`
     predicts `labels_R`, sampled with `sampled_R` at `temperature_R`: token `token_R` of the segment that sample
-    `sample_S[segment_R]` of the packed list came with. `length_S` counts its tokens here. `routing_TLK` holds -1 where
-    nothing was recorded and -2 on padding; K is 0 in a batch without any routing. `advantage_S`, `weight_S` and
-    `reward_S` are the samples'.
+    `sample_S[segment_R]` of the packed list came with. `length_S` counts its tokens here, `cut_S` is 1 if it lost
+    context. `routing_TLK` holds -1 where nothing was recorded and -2 on padding; K is 0 in a batch without any routing.
+    `advantage_S`, `weight_S` and `reward_S` are the samples'.
     """
 
     ids_T: Array
@@ -53,6 +53,7 @@ class MicroBatch:
     segment_R: Array
     sample_S: Array
     length_S: Array
+    cut_S: Array
     advantage_S: Array
     weight_S: Array
     reward_S: Array
@@ -156,7 +157,7 @@ def pack(
     pieces = [p for made in cut if not isinstance(made, Dropped) for p in made]
     if not pieces:
         reasons = ", ".join(f"{n} with {reason}" for reason, n in Counter(d.reason for d in dropped).items())
-        raise ValueError(f"nothing to train on in {len(samples)} samples: {reasons}")
+        raise ValueError(f"nothing to train on in {len(samples)} samples: {reasons} (a larger budget, or fewer tokens)")
     pieces.sort(key=lambda p: -p.length)
     shape = next((p.segment.routing_TLK.shape[1:] for p in pieces if p.segment.routing_TLK is not None), (0, 0))
     bins = _bins([p.length for p in pieces], ranks, token_budget, cost or Cost())
@@ -288,6 +289,7 @@ def _micro_batch(pieces: Sequence[_Piece], temperature: float, shape: tuple[int,
         segment_R=np.repeat(np.arange(len(pieces)), trained).astype(np.int32),
         sample_S=np.array([p.index for p in pieces], np.int32),
         length_S=np.array(lengths, np.int32),
+        cut_S=np.array([p.start > 0 for p in pieces], np.int32),
         advantage_S=np.array([p.sample.advantage for p in pieces], np.float32),
         weight_S=np.array([p.weight for p in pieces], np.float32),
         reward_S=np.array([p.sample.reward for p in pieces], np.float32),

@@ -23,6 +23,7 @@ class Row:
     segment_R: torch.Tensor
     sample_S: torch.Tensor
     length_S: torch.Tensor
+    cut_S: torch.Tensor
     advantage_S: torch.Tensor
     weight_S: torch.Tensor
     reward_S: torch.Tensor

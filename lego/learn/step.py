@@ -14,7 +14,7 @@ from lego.errors import TrainerError
 from lego.learn.algorithms import ActorCritic, Algorithm
 from lego.learn.gae import gae, value_loss
 from lego.learn.losses import Tokens, Totals, objective
-from lego.learn.measure import Sums, measure
+from lego.learn.measure import Sums, fidelity, measure
 from lego.learn.optimizer import AdamW
 from lego.learn.packing import RankBatch
 from lego.learn.report import Measured
@@ -208,7 +208,10 @@ class _Step:
                 with self.clock.phase("backward"):
                     result.loss.backward()
         count = policy.replay.close(row.positions_T)
-        measure(self.sums, tokens, result, count, row.sample_S[row.segment_R], row.token_R)
+        measure(self.sums, tokens, result, count)
+        fidelity(
+            self.sums, tokens, row.cut_S[row.segment_R] == 0, sample_T=row.sample_S[row.segment_R], token_T=row.token_R
+        )
         if given is not None:
             self.sums.returns(given.returns_R[row.mask_R], given.values_R[row.mask_R])
 

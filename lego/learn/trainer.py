@@ -42,9 +42,9 @@ class TrainerSpec:
     replicate: int = 1
     """Copies of the sharded weights (HSDP); divides world_size."""
     expert_parallel: int = 1
-    """Ranks over which the experts are spread; divides world_size."""
+    """Ranks over which the experts are spread; divides the experts and world_size / replicate."""
     tensor_parallel: int = 1
-    """Ranks over which each matrix is spread; divides world_size and the key-value heads."""
+    """Ranks over which each matrix is spread; divides world_size, the model's heads and token_budget."""
     context_parallel: int = 1
     """Ranks over which a sequence is spread; only 1: torchtitan 0.3 has it for no packed (varlen) attention."""
     cpu_offload: bool = False

@@ -123,3 +123,9 @@ def test_a_value_that_cannot_be_is_refused_by_name(kind, field):
     ((name, value),) = field.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}".replace("'", ".")):
         kind(**field)
+
+
+@pytest.mark.parametrize(("kind", "field"), [(PPO, {"critic": None}), (GRPO, {"correction": "token"})])
+def test_a_record_of_another_kind_is_refused_by_name(kind, field):
+    with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: want a C"):
+        kind(**field)

@@ -257,3 +257,14 @@ def test_the_reference_holds_the_policy_back(folder, tmp_path):
         assert answers[0].kl == pytest.approx(0, abs=1e-6)
         distances.append(answers[-1].kl)
     assert 0 < distances[1] < 0.5 * distances[0]
+
+
+def test_tokens_whose_context_was_cut_are_trained_and_not_held_against_the_gates(tiny, tmp_path):
+    samples = on_policy_samples(tiny, (120, 40, 40))
+    batch = packing.pack(samples, ranks=1, token_budget=70, over_budget="split")
+    part = packing.RankBatch(parts=batch.ranks[0], trained=batch.trained, weight=batch.weight)
+    found = train_step(
+        Actors(policy=tiny, optimizer=adam(tiny)), part, Plan(algorithm=GSPO(), grad_clip=1.0, gates=GATES)
+    )
+    assert batch.split_tokens > 0 and found.tokens == batch.trained and sum(found.log_ratio_counts) == batch.trained
+    assert found.breach is None and found.max_logprob_difference < 1e-4 and found.pearson > 0.9999

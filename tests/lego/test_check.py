@@ -11,7 +11,7 @@ import pytest
 
 from lego.check import check
 from lego.cli import load_recipe
-from lego.learn.algorithms import GRPO, Algorithm
+from lego.learn.algorithms import GRPO, PPO, SAO, Algorithm
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = str(ROOT / "recipes" / "demo.py")
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_leaves_nothing_to_do_or_is_damaged_is_told_at_once(
 ):
     folder = tmp_path / "step-000005"
     folder.mkdir()
-    meta = {"format": 1, "step": step, "model_type": "qwen3_moe", "layout": {}, "metrics": {}}
+    meta = {"format": 1, "step": step, "model_type": "qwen3_moe", "layout": {}, "metrics": {}, "critic": False}
     (folder / "meta.json").write_text("{" if step == "?" else json.dumps(meta))
     assert check([DEMO, "--policy", model, "--resume", str(tmp_path)]) == (2 if told else 0)
     _, lines = read(capsys.readouterr().out)
@@ -159,6 +159,22 @@ def test_a_word_that_a_field_does_not_know_is_told(model: str, field: str):
     assert problem.startswith(f"trainer.{field}: 'odd', wanted one of ")
 
 
+def test_a_run_that_could_not_learn_or_start_is_told(model: str, tmp_path: Path):
+    recipe = replace(load_recipe(Path(DEMO)), policy=Path(model), run_dir=Path(model))
+    problems = list(replace(recipe, algorithm=SAO(), steps=10).problems())
+    assert [p.partition(":")[0] for p in problems] == ["run_dir", "algorithm.critic.warmup_steps"]
+
+
+def test_a_checkpoint_without_a_critic_is_told_before_the_run(model: str, tmp_path: Path):
+    meta = {"format": 1, "step": 1, "model_type": "qwen3_moe", "layout": {}, "metrics": {}, "critic": False}
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001/meta.json").write_text(json.dumps(meta))
+    recipe = replace(load_recipe(Path(DEMO)), policy=Path(model), resume=tmp_path)
+    assert list(recipe.problems()) == []
+    problems = list(replace(recipe, algorithm=PPO()).problems())
+    assert problems == [f"resume: {tmp_path} holds no critic, and this algorithm trains one"]
+
+
 def test_an_optimised_interpreter_refuses_the_same(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     argv = [sys.executable, "-O", "-m", "lego.check", DEMO, "--policy", str(tmp_path), "--rollout.group-size", "1"]
@@ -175,7 +191,7 @@ def test_odd_fields_of_a_config_are_no_traceback(tmp_path: Path, odd: dict):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--algorithm sao --rollout.group-size 1",
+        "--algorithm sao --rollout.group-size 1 --steps 20",
         "--algorithm ppo --rollout.group-size 1",
         "--engine.max-model-len 9000 --trainer.over-budget drop",
         "--trainer.world-size 4 --trainer.expert-parallel 2 --trainer.replicate 2",
@@ -191,7 +207,7 @@ def test_the_large_recipe_lacks_its_model_and_nothing_else(tmp_path: Path, capsy
     assert check([LARGE, "--policy", str(tmp_path / "none")]) == 2
     recipe, lines = read(capsys.readouterr().out)
     assert lines == [
-        f"policy: {tmp_path / 'none'} has no config.json that can be read; wanted a model folder in HF layout",
+        f"policy: {tmp_path / 'none' / 'config.json'} cannot be read; wanted a model folder in HF layout",
         "1 problem",
     ]
     assert recipe["rollout"]["staleness"] == 1 and recipe["engine"]["env"] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}

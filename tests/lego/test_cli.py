@@ -21,6 +21,7 @@ def test_a_harness_named_by_flag_has_the_fields_that_the_recipe_gives_it():
 
 def test_an_algorithm_is_named_by_flag():
     assert recipe().algorithm == GSPO(scale="none")
+    assert recipe("--algorithm", "gspo").algorithm == GSPO(scale="none"), "the recipe's own, with its fields"
     assert recipe("--algorithm", "grpo").algorithm == GRPO()
 
 
