@@ -5,6 +5,7 @@ unless a recipe asks for one (GRPO's paper has 0.04). A KL penalty is always a t
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -230,7 +231,7 @@ class CISPO(Clipped):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorCritic(Algorithm):
+class ActorCritic(Algorithm, ABC):
     """Algorithms whose advantages come from a critic, token by token."""
 
     baseline: Baseline = "none"
@@ -244,9 +245,9 @@ class ActorCritic(Algorithm):
             if getattr(self, name) != "none":
                 raise ValueError(f"{name}={getattr(self, name)!r}: want 'none', advantages come from the critic")
 
+    @abstractmethod
     def policy_lambda(self, length: int) -> float:
         """GAE's lambda in the policy's advantages, of a segment with `length` sampled tokens."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

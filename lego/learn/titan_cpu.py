@@ -248,8 +248,8 @@ class PlainDeltaNet(GatedDeltaNet):
 def causal_convolution(x_BLD: torch.Tensor, weight_D1K: torch.Tensor, runs: list[tuple[int, int, int]]) -> torch.Tensor:
     """Each channel convolved with the tokens before it in its document, then SiLU; B is 1.
 
-    In float32 until the end, as the GPU kernels and the engine: to round in between doubles the k3 between
-    trainer and engine (tests/test_parity.py).
+    In float32 until the end, as in the engine: rounded in between, k3 of trainer and engine on five random bfloat16
+    models was 1.9e-4 to 2.6e-4 instead of 1.3e-4 to 1.6e-4.
     """
     outs = []
     for start, count, size in runs:
