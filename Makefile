@@ -2,12 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
+EVERY := claude cline codex mini opencode openhands pi qwen terminus
 
-.PHONY: help venv demo test check bench honesty locks clean
+.PHONY: help venv demo test containers harnesses check bench honesty locks clean
 
 help:
 	@echo "make demo    train a tiny policy in a real harness, on CPU (SEED=0)"
 	@echo "make test    all tests that need no GPU"
+	@echo "make containers  install Podman and Docker (Debian, as root) and test boxes in them"
+	@echo "make harnesses   try every harness live, and write docs/harnesses.md"
 	@echo "make check   lint, format, types, layers"
 	@echo "make bench   the benchmarks of tools/bench"
 	@echo "make honesty the demo with shuffled advantages: it must not learn"
@@ -32,8 +35,17 @@ demo: venv
 	$(BIN)/python -m lego.train recipes/demo.py --seed $(SEED)
 
 test: venv
-	$(BIN)/python -m harnesses.fetch claude codex opencode pi qwen
+	$(BIN)/python -m harnesses.fetch claude cline codex opencode pi qwen
 	$(BIN)/python -m pytest -q
+
+containers: venv
+	sh tools/containers.sh
+	$(BIN)/python -m pytest -q -m "podman or docker"
+
+harnesses: venv
+	$(BIN)/python -m harnesses.fetch $(EVERY)
+	$(BIN)/python -m pytest -q -m harness tests/harnesses
+	$(BIN)/python -m lego.smoke $(EVERY) --write docs/harnesses.md
 
 check: venv
 	$(BIN)/ruff check .
@@ -45,6 +57,7 @@ bench: venv
 	$(BIN)/python tools/bench/harness_cost.py
 	$(BIN)/python tools/bench/proxy.py
 	$(BIN)/python tools/bench/heads.py
+	$(BIN)/python tools/bench/boxes.py
 	$(BIN)/python tools/bench/trainer.py
 
 honesty: venv

@@ -25,6 +25,7 @@ from lego.recipe import Recipe
 from lego.records import Sample, Trajectory
 from lego.rollout.collect import (
     Attempt,
+    Patience,
     attempts,
     collect,
     refuse_faulty,
@@ -91,23 +92,26 @@ class Loop:
             splits["train"] = (self.tasks.train, validation.train_attempts)
         for split, (tasks, each) in splits.items():
             self.out.view.phase(f"measure {split} at {moment}", len(tasks) * each)
-            batch = await self._trials(attempts(tasks, each), -1)
+            # No cuts: a rate without its slow trials would be of the quick ones.
+            batch = await self._trials(attempts(tasks, each), -1, Patience())
             self.out.measured(moment, split, Rate(*solved_and_asked(batch.trajectories)), batch.seconds)
 
     async def _sample_all(self, batches: "asyncio.Queue[Batch]") -> None:
-        rollout = self.recipe.rollout
+        rollout, times = self.recipe.rollout, self.recipe.budget.times(self.recipe.crew)
+        patience = Patience(group_s=times.group_s, step_s=times.step_s)
         for step in range(self.first, self.recipe.steps):
             async with self._moved:
                 await self._moved.wait_for(lambda step=step: self.version >= step - rollout.staleness)
             tasks = tasks_of_step(self.tasks.train, self.per_step, step, self.recipe.seed)
             self.out.view.phase(f"step {step}: trials", len(tasks) * rollout.group_size)
-            await batches.put(await self._trials(attempts(tasks, rollout.group_size), step))
+            await batches.put(await self._trials(attempts(tasks, rollout.group_size), step, patience))
 
-    async def _trials(self, wanted: Sequence[Attempt], step: int) -> Batch:
+    async def _trials(self, wanted: Sequence[Attempt], step: int, patience: Patience) -> Batch:
         start = time.monotonic()
         run = partial(self.trials.run, version=self.version)
         done = partial(self.out.trial, step)
-        trajectories = await collect(wanted, run, concurrency=self.recipe.rollout.concurrency, done=done)
+        concurrency = self.recipe.rollout.concurrency
+        trajectories = await collect(wanted, run, concurrency=concurrency, done=done, patience=patience)
         refuse_faulty(trajectories, self.recipe.fidelity.max_faults)
         refuse_unscored(trajectories, self.recipe.rollout.max_unscored)
         return Batch(step=step, trajectories=trajectories, seconds=time.monotonic() - start)

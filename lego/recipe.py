@@ -11,6 +11,7 @@ import tyro
 
 from harnesses.base import Harness
 from harnesses.known import KNOWN
+from lego.budget import Budget, Crew
 from lego.engine.vllm import VllmServer
 from lego.errors import UsageError
 from lego.learn.algorithms import ALGORITHMS, GSPO, ActorCritic, Algorithm, name_of
@@ -21,6 +22,8 @@ from lego.records import KeepSessions, Sampling
 from lego.tasks.task import TaskSource
 from sandbox.base import Limits
 from sandbox.bubble import Bubblewrap
+from sandbox.docker import Docker
+from sandbox.podman import Podman
 
 MAX_TEMPERATURE = 2.0
 OF_LOGPROBS = ("--hf-overrides", "--logprobs-mode", "--generation-config")
@@ -44,12 +47,10 @@ class Rollout:
     """Tokens that one trial may sample in all its calls; None for no limit."""
     keep_sessions: KeepSessions = "odd"
     """Session files in the run folder: `odd` keeps trials with a failed cross-check, unexplained drift or an error."""
-    harness_timeout_s: float = 60.0
-    """Wall time of one harness run."""
     staleness: int = 0
     """Steps that sampling may run ahead of training; 0 is lockstep."""
-    limits: Limits = Limits(memory_gib=1.0, pids=128, cpus=1.0, disk_mib=64, deadline_s=120.0)
-    """What each agent box may use."""
+    limits: Limits = Limits(memory_gib=1.0, pids=128, cpus=1.0, disk_mib=64)
+    """What each agent box may use; its deadline follows from the budget."""
     max_unscored: float = 0.5
     """Share of a step's trials without a reward that stops the run, with the first cause."""
 
@@ -165,15 +166,25 @@ class Recipe:
     sampling: Sampling = Sampling()
     chat: Chat = Chat()
     rollout: Rollout = Rollout()
+    budget: Budget = Budget()
     credit: Credit = Credit()
     engine: VllmServer = field(default_factory=VllmServer)
     trainer: TrainerSpec = field(default_factory=TrainerSpec)
-    sandbox: Bubblewrap = field(default_factory=Bubblewrap)
+    sandbox: Bubblewrap | Podman | Docker = field(default_factory=Bubblewrap)
+    """Where boxes come from. Another backend is the recipe's to name; its fields are flags."""
     fidelity: Gates = Gates()
     validation: Validation = Validation()
     checkpoints: Checkpoints = Checkpoints()
     sabotage: Sabotage = "none"
     """Break the run on purpose, to see that learning and gates are real."""
+
+    @property
+    def crew(self) -> Crew:
+        """What the budget's longer times follow from."""
+        rollout = self.rollout
+        return Crew(
+            group_size=rollout.group_size, tasks_per_step=rollout.tasks_per_step, concurrency=rollout.concurrency
+        )
 
     def problems(self) -> Iterator[str]:
         """Each thing that cannot be, as `field: value, wanted`; empty when the recipe can run."""
@@ -181,6 +192,9 @@ class Recipe:
             yield f"algorithm: {self.algorithm!r}, wanted one of {', '.join(ALGORITHMS)}, with fields of its own"
             return
         yield from _ranges(self)
+        yield from self.budget.problems(self.crew)
+        if lacking := self.sandbox.missing():
+            yield f"sandbox: {lacking}"
         yield from _chat_problems(self.chat)
         full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
         if not full:
@@ -277,17 +291,13 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: {value}, wanted {low} or more{why}"
     for name, value in {
         "sampling.temperature": sampling.temperature,
-        "rollout.harness_timeout_s": rollout.harness_timeout_s,
         "rollout.limits.memory_gib": rollout.limits.memory_gib,
         "rollout.limits.cpus": rollout.limits.cpus,
     }.items():
         if not 0 < value < math.inf:
             yield f"{name}: {value}, wanted more than 0 and finite"
-    if not rollout.harness_timeout_s < rollout.limits.deadline_s < math.inf:
-        yield (
-            f"rollout.limits.deadline_s: {rollout.limits.deadline_s}, "
-            f"wanted more than rollout.harness_timeout_s {rollout.harness_timeout_s}"
-        )
+    if rollout.limits.deadline_s != Limits.deadline_s:
+        yield f"rollout.limits.deadline_s: {rollout.limits.deadline_s}, wanted none: it follows from budget.harness_s"
     if sampling.temperature > MAX_TEMPERATURE:
         yield f"sampling.temperature: {sampling.temperature}, wanted {MAX_TEMPERATURE} or less (vLLM)"
     if not 0 <= rollout.max_unscored <= 1:

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lego.budget import check_tasks
 from lego.capture.server import Proxy
 from lego.capture.session import Limits as SessionLimits
 from lego.chat.render import Renderer
 from lego.cli import described, first_expected
 from lego.engine.base import Engine
 from lego.engine.folder import read_model_folder
+from lego.engine.timely import TimelyEngine
 from lego.errors import UsageError
 from lego.learn.checkpoint_folder import Keep
 from lego.learn.client import Trainer
@@ -31,8 +33,9 @@ from lego.recipe import Recipe
 from lego.rollout.sessions import Sessions
 from lego.rollout.trial import Trials
 from lego.structured import together
+from lego.tasks.task import TaskSet
 from lego.tasks.verdict import Grader
-from sandbox.base import Capabilities, Mount
+from sandbox.base import Mount, Progress, Sandbox
 
 log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
@@ -45,7 +48,6 @@ class Ready:
     """What was found out before anything was opened or written."""
 
     mounts: tuple[Mount, ...]
-    capabilities: Capabilities
     experts: int
     renderer: Renderer
 
@@ -55,7 +57,7 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
     ready = _ready(recipe)
     with open_run(folder) as store, _log_file(folder / "run.log"), open_view(title) as view, shared_folder() as shared:
         store.document("recipe.json", described(recipe))
-        log.info("boxes here: %s", ready.capabilities)
+        log.info("times: %s", recipe.budget.times(recipe.crew))
         template = ready.renderer.append_only()
         if template is not None:
             log.warning("the policy's chat template is not append-only; sampled turns stay as sampled: %s", template)
@@ -83,7 +85,6 @@ def _ready(recipe: Recipe) -> Ready:
     experts = read_model_folder(recipe.policy).experts
     return Ready(
         mounts=recipe.harness.mounts(recipe.cache.expanduser()),
-        capabilities=recipe.sandbox.probe(),
         experts=experts,
         renderer=Renderer.load(recipe.policy, thinking=recipe.chat.thinking, name=recipe.chat.family),
     )
@@ -93,9 +94,12 @@ async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shar
     """Tasks, engine, trainer and proxy opened, trained with, and closed."""
     await recipe.sandbox.reap()
     out.view.phase("tasks")
+    await recipe.sandbox.prepare((), out.view.progress)  # tasks are verified in boxes too
     tasks = await recipe.tasks.build(recipe.cache.expanduser(), recipe.sandbox, out.view.progress)
     if not tasks.train:
         raise UsageError("tasks: none of them is for training (split train)")
+    check_tasks(tasks, recipe.budget)
+    await _prepared(recipe.sandbox, tasks, out.view.progress)
     out.view.phase("starting engine and trainer")
     async with (
         together(
@@ -122,6 +126,15 @@ async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shar
         await _keep(trainer, recipe.steps, out.view, folder)
 
 
+async def _prepared(sandbox: Sandbox, tasks: TaskSet, progress: Progress) -> None:
+    """Brings every image that boxes will need, and says in the log what is enforced in them."""
+    images = dict.fromkeys(task.image for task in tasks)
+    await sandbox.prepare([image for image in images if image is not None], progress)
+    # A task without an image is refused here where boxes are made of nothing else.
+    tried = None if None in images else next(iter(images))
+    log.info("boxes here: %s", await asyncio.to_thread(sandbox.probe, tried))
+
+
 def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
     limits = SessionLimits(
         context_tokens=recipe.engine.max_model_len,
@@ -129,6 +142,7 @@ def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
         max_sampled=recipe.rollout.max_trial_tokens,
         experts=ready.experts if ready.experts and recipe.engine.routing is not False else None,
     )
+    engine = TimelyEngine(engine, recipe.budget.times(recipe.crew).call_s)
     return Proxy(engine=engine, renderer=ready.renderer, sampling=recipe.sampling, limits=limits)
 
 
@@ -143,7 +157,7 @@ def _trials(recipe: Recipe, ready: Ready, proxy: Proxy, folder: Path) -> Trials:
         limits=recipe.rollout.limits,
         context_tokens=recipe.engine.max_model_len,
         output_tokens=recipe.sampling.max_tokens,
-        timeout_s=recipe.rollout.harness_timeout_s,
+        times=recipe.budget.times(recipe.crew),
     )
 
 

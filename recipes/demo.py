@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harnesses.codex import Codex
 from harnesses.pi import Pi
+from lego.budget import Budget
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
 from lego.learn.trainer import TrainerSpec
@@ -34,7 +35,8 @@ recipe = Recipe(
     credit=Credit(negative=0.3),
     sampling=Sampling(temperature=1.0, max_tokens=96),
     # Every step visits every training task, so step 0 is also the start measurement.
-    rollout=Rollout(group_size=8, tasks_per_step=24, concurrency=6, max_turns=5, harness_timeout_s=60.0),
+    rollout=Rollout(group_size=8, tasks_per_step=24, concurrency=6, max_turns=5),
+    budget=Budget(harness_s=60.0, verdict_s=60.0),
     engine=VllmServer(dtype="float32", max_model_len=1024, max_num_seqs=16, kv_cache_mib=128),
     trainer=TrainerSpec(lr=1e-3, token_budget=8192, dtype="float32", threads=2),
     validation=Validation(train_attempts=8, heldout_attempts=4),

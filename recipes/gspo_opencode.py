@@ -12,6 +12,7 @@ what a CPU can show of it, the tests show with a tiny Qwen3.5-MoE.
 from pathlib import Path
 
 from harnesses.opencode import OpenCode
+from lego.budget import Budget
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
 from lego.learn.trainer import TrainerSpec
@@ -46,12 +47,13 @@ recipe = Recipe(
         concurrency=TRIALS_AT_ONCE,
         # OpenCode's own limit is a plea that the model can ignore; this one ends the trial.
         max_turns=100,
-        harness_timeout_s=1800.0,
         # Asynchronous: step n+1 is sampled while step n trains, so neither half of the GPUs waits for the other.
         staleness=1,
         # OpenCode alone takes 0.5 to 1 GiB; the rest is for the tests it runs.
-        limits=Limits(memory_gib=2.0, pids=512, cpus=2.0, disk_mib=1024, deadline_s=2100.0),
+        limits=Limits(memory_gib=2.0, pids=512, cpus=2.0, disk_mib=1024),
     ),
+    # Half an hour for an agent, ten minutes for a repository's tests; a call that takes a quarter of an hour hangs.
+    budget=Budget(harness_s=1800.0, verdict_s=600.0),
     engine=VllmServer(
         dtype="bfloat16",
         max_model_len=CONTEXT_TOKENS,

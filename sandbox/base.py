@@ -1,14 +1,14 @@
 """The sandbox seam: a `Sandbox` spec opens a `Box`, a place that runs commands and reaches nothing.
 
-Four backends are meant to fit it (bubblewrap, Podman, Docker, Kubernetes); nothing here knows any.
+bubblewrap, Podman and Docker fit it, and Kubernetes shall; nothing here knows any of them.
 """
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class SandboxError(Exception):
@@ -40,11 +40,54 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderImage:
+    """An unpacked root file system on this host."""
+
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImage:
+    """An image in the engine's own store, by name or id; never fetched."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryImage:
+    """An image of a registry, fetched by `Sandbox.prepare` alone."""
+
+    reference: str
+    """`host/name:tag`, or better `host/name@sha256:…`, which can never change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltImage:
+    """An image built by `Sandbox.prepare` from a Dockerfile, named after a digest of all that goes into it."""
+
+    context: Path
+    """Folder that the Dockerfile copies from."""
+    dockerfile: Path = Path("Dockerfile")
+    """Relative to `context`."""
+    network: bool = False
+    """Whether RUN steps may reach out."""
+
+
+User = Literal["agent", "root"]
+"""Who a command runs as: uid 1000, or uid 0 of the box without capabilities."""
+Image = FolderImage | StoredImage | RegistryImage | BuiltImage
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and what is done now."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BoxSpec:
-    """One box: a shared read-only base folder with a private writable layer, and extra mounts."""
+    """One box: system folders of an image, a shared base folder with a private writable layer, and extra mounts."""
 
     base: Path
     """Host folder shown, copy-on-write, at `workdir`."""
+    image: Image | None = None
+    """What the rest of the file system comes from, read-only; None for what the backend has for such boxes."""
     workdir: Path = Path("/repo")
     mounts: tuple[Mount, ...] = ()
     limits: Limits = Limits()
@@ -89,6 +132,10 @@ class Capabilities:
     rootless: bool
 
 
+def no_progress(done: int, total: int, what: str) -> None:
+    """For those who do not watch."""
+
+
 class Box(Protocol):
     """A running place. One command at a time; nothing a command starts outlives `kill` or `close`."""
 
@@ -98,11 +145,15 @@ class Box(Protocol):
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        user: User = "agent",
         stdin: bytes = b"",
         timeout_s: float = 600.0,
         max_output: int = 1 << 20,
     ) -> ExecResult:
-        """Runs `argv` and returns how it ended. A timeout kills its whole process tree."""
+        """Runs `argv` and returns how it ended. A timeout kills its whole process tree.
+
+        ValueError for a `user` that this backend's boxes do not have.
+        """
         ...
 
     async def put(self, path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -129,12 +180,19 @@ class Box(Protocol):
 class Sandbox(Protocol):
     """A recipe's frozen choice of backend."""
 
-    def probe(self) -> Capabilities:
+    def probe(self, image: Image | None = None) -> Capabilities:
         """What this host enforces; SandboxError with the missing piece where boxes cannot run at all."""
         ...
 
+    async def prepare(self, images: Iterable[Image], progress: Progress = no_progress) -> None:
+        """Fetches, imports or builds what boxes will need; what is there already is kept, by digest."""
+        ...
+
     def open(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
-        """A fresh box; leaving the context ends all its processes and removes its files."""
+        """A fresh box; leaving the context ends all its processes and removes its files.
+
+        Reaches no registry: SandboxError for an image that was not prepared.
+        """
         ...
 
     async def reap(self) -> int:

@@ -49,6 +49,11 @@ def lower(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
+def writable(path: str) -> bool:
+    """Whether the file system mounted there may be written to."""
+    return not os.statvfs(path).f_flag & os.ST_RDONLY
+
+
 class Init:
     """The commands now running, and the socket to the host."""
 
@@ -56,7 +61,7 @@ class Init:
         self.control = _socket.socket(fileno=control)
         self.deadline = deadline
         self.commands: dict[int, int] = {}  # pid -> request id
-        self.oom = os.open("/proc/self/oom_score_adj", os.O_RDWR)
+        self.oom = os.open("/proc/self/oom_score_adj", os.O_RDWR if writable("/proc") else os.O_RDONLY)
         self.oom_own = int(os.read(self.oom, 16))
         self.wake, wake_writer = os.pipe()
         os.set_blocking(self.wake, False)
@@ -116,6 +121,8 @@ class Init:
             self.run(int(request), fds)
         elif verb == b"kill":
             self.kill(int(request))
+        elif verb == b"oom":
+            self.take_oom(int(request), fds[0])
         elif verb == b"listen":
             self.listen(int(request), int(words[0]))
         return True
@@ -136,6 +143,12 @@ class Init:
             os.pwrite(self.oom, b"%d" % self.oom_own, 0)
             for fd in fds:
                 os.close(fd)
+
+    def take_oom(self, request: int, fd: int) -> None:
+        """Takes the file of its own memory score, open for writing, where its /proc is read-only."""
+        os.close(self.oom)
+        self.oom = fd
+        self.reply(request, 0)
 
     def kill(self, request: int) -> None:
         """Kills every other process of the box and waits until they are gone."""
@@ -276,8 +289,8 @@ ACTIONS = {"run": run, "put": put, "get": get}
 
 
 def main() -> None:
-    """Arguments: the socket's number, seconds to live, the limits on processes and file bytes (0: none)."""
-    control, deadline_s, pids, file_bytes = sys.argv[1:]
+    """Arguments: seconds to live, the limits on processes and file bytes (0: none), the socket's number."""
+    deadline_s, pids, file_bytes, control = sys.argv[1:]
     init = Init(int(control), time.monotonic() + float(deadline_s))
     limit_processes(int(pids), int(file_bytes))
     hide_from_agents()

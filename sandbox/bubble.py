@@ -1,4 +1,4 @@
-"""The bubblewrap backend: a box is one `bwrap` process with our own first process in it; no daemon, no images.
+"""The bubblewrap backend: a box is one `bwrap` process with our own first process in it; no daemon, no image store.
 
 Works for root and for an ordinary user on hosts that allow user namespaces.
 """
@@ -11,20 +11,22 @@ import re
 import select
 import signal
 import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox import rootfs
-from sandbox.base import Box, BoxSpec, Capabilities, SandboxError
+from sandbox.base import Box, BoxSpec, Capabilities, Image, Progress, SandboxError, no_progress
 from sandbox.cgroup import Cgroup, Hierarchy, this_hierarchy
-from sandbox.link import BoxEnded, Link, Reply, pair
+from sandbox.commands import BoxEnded
+from sandbox.link import Link, Reply, pair
 from sandbox.livebox import BubbleBox
 from sandbox.pipes import memory_file
+from sandbox.probing import probe
 from sandbox.seccomp import filter_bytes
-from sandbox.state import BoxFolder, dead_box_folders, new_box_folder, private_folder
+from sandbox.state import BoxFolder, dead_box_folders, new_box_folder, private_folder, usual_folder
+from sandbox.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,12 @@ NAMESPACES = (
     "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1",
     "--uid", str(rootfs.UID), "--gid", str(rootfs.UID), "--cap-drop", "ALL", "--hostname", "box", "--clearenv",
 )  # fmt: skip
+SWITCHES = (
+    ("user.max_user_namespaces", "0", "65536"), ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+)  # fmt: skip
+"""Sysctls, the value that forbids user namespaces, and one that does not. Root heeds the first alone."""
+OTHER_REMEDY = "no sysctl forbids it; in a container, start that with `--security-opt seccomp=unconfined`"
 NO_NAMESPACES = ("namespace", "uid map", "gid map", "user.max", "RTM_NEW", "loopback", "capability")
 
 
@@ -47,15 +55,31 @@ class Bubblewrap:
     hide: tuple[Path, ...] = ()
     """Folders of the box that shall look empty, such as the site-packages of the host's Python."""
 
-    def probe(self) -> Capabilities:
+    def probe(self, image: Image | None = None) -> Capabilities:
         """Opens small boxes that try to break each limit; the answer is kept for this process."""
-        from sandbox.probing import probe  # it opens boxes, so it imports this module
+        return probe(self, image)
 
-        return probe(self)
+    def missing(self) -> str | None:
+        """What this host surely lacks, and the command that brings it. Quick; opens no box."""
+        try:
+            bwrap_path()
+        except SandboxError as error:
+            return str(error)
+        commands = _switched_off(SWITCHES[: 1 if os.geteuid() == 0 else 2])
+        return f"no user namespaces on this host; as root: {commands}" if commands else None
+
+    async def prepare(self, images: Iterable[Image], progress: Progress = no_progress) -> None:
+        """Checks that the images are folders on this host; SandboxError says how to unpack what is none."""
+        wanted = tuple(images)
+        for done, image in enumerate(wanted):
+            progress(done, len(wanted), f"looking at {rootfs.folder_of(image)}")
+        progress(len(wanted), len(wanted), "all images are there")
 
     def open(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
         """A fresh box. ValueError names the field of a spec that cannot be, SandboxError what the host lacks."""
         rootfs.check(spec)
+        if spec.image is not None:
+            rootfs.folder_of(spec.image)  # SandboxError says how to get it
         return open_box(self, spec)
 
     async def reap(self) -> int:
@@ -65,14 +89,15 @@ class Bubblewrap:
     def _reap(self) -> int:
         folders = dead_box_folders(private_folder(self.state_folder()))
         for folder in folders:
-            folder.kill_strays()
-            with suppress(FileNotFoundError):  # somebody else is reaping too
-                folder.remove()
+            with suppress(FileNotFoundError), folder.claimed() as ours:  # somebody else may be reaping too
+                if ours:
+                    folder.kill_strays()
+                    folder.remove()
         return len(folders)
 
     def state_folder(self) -> Path:
         """Where the boxes' files lie."""
-        return self.state or Path(tempfile.gettempdir(), f"lego-boxes-{os.geteuid()}")
+        return self.state or usual_folder("boxes")
 
 
 @functools.cache
@@ -115,18 +140,20 @@ async def open_box(sandbox: Bubblewrap, spec: BoxSpec) -> AsyncIterator[BubbleBo
         try:
             folder, cgroup, size_limited = _prepare(sandbox, spec, undo)
             command = _command(sandbox, spec, folder)
-            started = _spawn(command, _init_arguments(spec, cgroup, size_limited), undo)
+            first = [*rootfs.first_process(spec.image), *_init_arguments(spec, cgroup, size_limited)]
+            started = _spawn(command, first, undo)
         except OSError as error:
             raise SandboxError(f"cannot make a box: {error}") from error
         with closing(started.link):
             pid = (await _ready(started)).pid
             undo.callback(_end, _pidfd(pid), started.process)
+            await _give_oom_score(started.link, pid)
             cgroup.join(pid)
             yield BubbleBox(spec, folder, started.link, cgroup)
             if started.link.lost and (complaint := started.complaint()):
                 log.warning("a box ended by itself: %s", complaint)
     finally:
-        await _in_thread(undo.close)
+        await unbroken(asyncio.to_thread(undo.close))
 
 
 def _prepare(sandbox: Bubblewrap, spec: BoxSpec, undo: ExitStack) -> tuple[BoxFolder, Cgroup, bool]:
@@ -136,13 +163,15 @@ def _prepare(sandbox: Bubblewrap, spec: BoxSpec, undo: ExitStack) -> tuple[BoxFo
     cgroup = Cgroup(hierarchy(), folder.path.name)
     folder.record(cgroup.folders, spec.labels)
     size_limited = folder.fill(spec.base, spec.limits.disk_mib)
+    if size_limited:  # as root, who else owns the host's
+        folder.fill_devices()
     cgroup.create(spec.limits)
     return folder, cgroup, size_limited
 
 
 def _command(sandbox: Bubblewrap, spec: BoxSpec, folder: BoxFolder) -> list[str]:
-    etc = rootfs.etc_folder(folder.path.parent)
-    return [str(bwrap_path()), *NAMESPACES, *rootfs.layout(spec, folder, etc, sandbox.hide)]
+    files = rootfs.files_folder(folder.path.parent)
+    return [str(bwrap_path()), *NAMESPACES, *rootfs.layout(spec, folder, files, sandbox.hide)]
 
 
 def _init_arguments(spec: BoxSpec, cgroup: Cgroup, size_limited: bool) -> list[str]:
@@ -158,16 +187,18 @@ def _counts_per_namespace(release: str) -> bool:
     return (int(major), int(minor)) >= (5, 14)
 
 
-def _spawn(command: list[str], init_arguments: list[str], undo: ExitStack) -> _Started:
-    """Starts bwrap. The kernel kills it with the thread that calls this, so that must be the event loop's own."""
+def _spawn(command: list[str], first: list[str], undo: ExitStack) -> _Started:
+    """Starts bwrap with the box's first process in it.
+
+    The kernel kills it with the thread that calls this, so that must be the event loop's own.
+    """
     ours, theirs = pair()
     errors = os.memfd_create("lego-errors")
     undo.callback(os.close, errors)
     with theirs, memory_file(filter_bytes(os.uname().machine) or b"") as seccomp:
         extra = ["--seccomp", str(seccomp)] if os.fstat(seccomp).st_size else []
-        init = [rootfs.python(), "-I", "-S", "-B", rootfs.INIT, str(theirs.fileno()), *init_arguments]
         process = subprocess.Popen(
-            [*command, *extra, "--", *init],
+            [*command, *extra, "--", *first, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -189,16 +220,39 @@ async def _ready(started: _Started) -> Reply:
         raise SandboxError(_explain(started.complaint())) from error
 
 
+async def _give_oom_score(link: Link, pid: int) -> None:
+    """Lets the box's first process write the one file that it wants of its /proc, where that is read-only."""
+    if rootfs.owns_kernel_files():
+        try:
+            fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SandboxError("the box ended while it started") from error
+        try:
+            reply = link.call("oom", fds=(fd,))
+        finally:
+            os.close(fd)
+        await reply
+
+
 def _explain(complaint: str) -> str:
     """What to do about bwrap's complaint."""
     if any(word in complaint for word in NO_NAMESPACES):
-        return (
-            f"no user namespaces: this host does not let uid {os.geteuid()} make them ({complaint}); see the sysctls "
-            "user.max_user_namespaces, kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns"
-        )
+        commands = _switched_off(SWITCHES)
+        remedy = f"as root: {commands}" if commands else OTHER_REMEDY
+        return f"no user namespaces: this host does not let uid {os.geteuid()} make them ({complaint}); {remedy}"
     if "overlay" in complaint:
         return f"no overlay here ({complaint}); put `state` on ext4, xfs or tmpfs, and use Linux 5.11 or newer"
     return f"the box did not start: {complaint or 'bwrap said nothing'}"
+
+
+def _switched_off(switches: Iterable[tuple[str, str, str]]) -> str:
+    """The commands that turn on what this host's switches have off."""
+    found = []
+    for name, off, on in switches:
+        path = Path("/proc/sys", name.replace(".", "/"))
+        if path.exists() and path.read_text().strip() == off:
+            found.append(f"sysctl -w {name}={on}")
+    return "; ".join(found)
 
 
 def _pidfd(pid: int) -> int:
@@ -231,8 +285,3 @@ def _stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-async def _in_thread(work: Callable[[], None]) -> None:
-    """Runs blocking clean-up to its end, also when the waiting task is cancelled meanwhile."""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work))

@@ -39,13 +39,14 @@ def find_hierarchy(mountinfo: str, own: str) -> Hierarchy:
     return Hierarchy(version="none")
 
 
-def _v1_folders(mountinfo: str, own: str) -> Iterator[tuple[str, Path]]:
+def _v1_folders(mountinfo: str, own: str, *, strict: bool = False) -> Iterator[tuple[str, Path]]:
+    """Writable folders by controller; with `strict` only those of groups that are named and not the topmost."""
     rows = (line.split(":", 2) for line in own.splitlines())
     groups = {name: path for _, names, path in rows for name in names.split(",")}
     for root, mount, kind, options in _mounts(mountinfo):
         for controller in set(options) & set(CONTROLLERS) if kind == "cgroup" else ():
             folder = _below(root, mount, groups.get(controller, "/"))
-            if os.access(folder, os.W_OK):
+            if os.access(folder, os.W_OK) and not (strict and folder == mount):
                 yield controller, folder
 
 
@@ -82,6 +83,28 @@ def _below(root: str, mount: Path, group: str) -> Path:
         group = str(Path(group).relative_to(root))
     folder = mount / group.lstrip("/")
     return folder if folder.is_dir() else mount
+
+
+def groups_of(pid: int) -> Hierarchy:
+    """The groups that another process is in, where they are not ours too and we may write to them."""
+    own, other = (Path(f"/proc/{name}/cgroup").read_text() for name in ("self", pid))
+    mountinfo = Path("/proc/self/mountinfo").read_text()
+    shared = {*own.splitlines()}
+    private = "\n".join(line for line in other.splitlines() if line not in shared)
+    folders = dict(_v1_folders(mountinfo, private, strict=True))
+    if folders:
+        return Hierarchy(version="v1", folders=folders)
+    folder = _own_v2_folder(mountinfo, private)
+    return Hierarchy(version="v2", folders=dict.fromkeys(CONTROLLERS, folder)) if folder else Hierarchy(version="none")
+
+
+def _own_v2_folder(mountinfo: str, own: str) -> Path | None:
+    group = next((line[3:] for line in own.splitlines() if line.startswith("0::")), None)
+    for root, mount, kind, _ in _mounts(mountinfo) if group else ():
+        folder = _below(root, mount, group or "")
+        if kind == "cgroup2" and folder != mount and os.access(folder, os.W_OK):
+            return folder
+    return None
 
 
 def this_hierarchy() -> Hierarchy:
@@ -151,16 +174,6 @@ class Cgroup:
             if name == "oom_kill":
                 return int(count)
         return 0
-
-    def cpu_limit(self) -> float | None:
-        """The limit in cores as the kernel tells it; None where there is none."""
-        if "cpu" not in self._folders:
-            return None
-        if self.version == "v1":
-            quota, period = ((self._folders["cpu"] / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        else:
-            quota, period = (self._folders["cpu"] / "cpu.max").read_text().split()
-        return int(quota) / int(period) if quota.strip() not in ("-1", "max") else None
 
 
 def remove_groups(folders: list[Path]) -> None:

@@ -1,26 +1,29 @@
-"""Change sets as values: filter them, turn them into a patch text or a digest, and put them into a fresh box.
+"""Change sets as values: filter them, name them, turn them into a patch text and back.
 
 Only git's plumbing runs, in a private repository that holds the changed files as objects: no file, attribute,
 configuration or hook of the agent reaches it.
 """
 
 import hashlib
-import io
 import os
+import re
 import shutil
 import stat
-import subprocess
-import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox.base import Box, Change, SandboxError
+from sandbox.base import Change, SandboxError
+from sandbox.compare import between
+from sandbox.git import AS_THEY_ARE, git, quoted
+from sandbox.upper import TooLarge
 
 COMMIT = b"commit refs/heads/%s\ncommitter lego <lego@localhost> 0 +0000\ndata 0\n"
 DIFF = ("diff-tree", "-r", "-p", "--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv",
         "--no-color", "--diff-algorithm=myers", "-U3", "old", "new")  # fmt: skip
-ARCHIVE_ERROR_BYTES = 4096
+HEADER = re.compile(rb"^diff --git (a/[^\"\n]* [^\"\n]* b/[^\"\n]*)\n", re.MULTILINE)
+PATCH_BYTES = 1 << 28
 
 
 def select(changes: Sequence[Change], exclude: Callable[[Path], bool]) -> tuple[Change, ...]:
@@ -39,126 +42,154 @@ def select(changes: Sequence[Change], exclude: Callable[[Path], bool]) -> tuple[
 
 
 def digest(changes: Sequence[Change]) -> str:
-    """A hash of a change set: equal for equal paths, kinds, modes and contents, in whatever order."""
+    """A hash of a change set: equal for equal paths, kinds, permissions and contents, in whatever order."""
     state = hashlib.sha256()
     for change in sorted(changes, key=lambda change: change.path.parts):
-        name = os.fsencode(change.path)
-        state.update(b"%d %s%s %o %d " % (len(name), name, change.kind.encode(), change.mode, len(change.content)))
-        state.update(change.content)
+        # Links and deletions have no permissions of their own.
+        mode = change.mode & 0o7777 if change.kind in ("file", "dir") else 0
+        for part in (os.fsencode(change.path), change.kind.encode(), b"%o" % mode, change.content):
+            state.update(b"%d:" % len(part) + part)
     return state.hexdigest()
 
 
-def unified_patch(base: Path, changes: Sequence[Change], exclude: Callable[[Path], bool]) -> str:
-    """The changes against `base` as one git patch, the same text for the same changes on every run.
+def unified_patch(
+    base: Path, changes: Sequence[Change], exclude: Callable[[Path], bool], max_bytes: int = PATCH_BYTES
+) -> str:
+    """The changes against `base` as one git patch: `git apply` makes them on a base, the text is always the same.
 
-    A record to read and compare, not what grading applies: empty folders are not in it, modes are git's two,
-    bytes that are not UTF-8 are escaped, and `.git` is always left out.
+    Git has two modes and no empty folders. Files that are not UTF-8 are binary patches; in a link's target, which git
+    always shows as text, such bytes are escaped and so not the same again. `.git` and the names that git
+    takes for it are left out, and so are links named `.gitmodules`: `git apply` refuses them. TooLarge where the
+    changed files, old and new, have more than `max_bytes`.
     """
-    kept = select(changes, lambda path: path.name == ".git" or exclude(path))
+    kept = [
+        change
+        for change in select(changes, lambda path: _is_dotgit(path.name) or exclude(path))
+        if not (change.kind == "symlink" and _is_gitmodules(change.path.name))
+    ]
     if not kept:
         return ""
     with tempfile.TemporaryDirectory(prefix="lego-patch-") as folder:
-        repository = Path(folder)
-        for name in ("objects", "refs"):
-            (repository / name).mkdir()
-        (repository / "HEAD").write_text("ref: refs/heads/none\n")
-        _git(repository, "fast-import", "--quiet", stdin=b"".join(_stream(base, kept)))
-        return _git(repository, *DIFF).decode(errors="backslashreplace")
+        repository = _private_repository(Path(folder, "git"))
+        (repository / "binary").write_text("* -diff\n")
+        text, binary = _halves(list(_versions(base, kept, max_bytes)))
+        return _diff(repository, text) + _diff(repository, binary, "-c", f"core.attributesFile={repository}/binary")
 
 
-def _stream(base: Path, changes: Sequence[Change]) -> Iterator[bytes]:
-    """Input for fast-import: a commit with the base's version of every changed path, and one with the new version."""
-    yield COMMIT % b"old"
-    before = [(change.path, entry) for change in changes if (entry := _of_base(base / change.path))]
-    for path, (mode, content) in before:
-        yield _put(mode, path, content)
-    yield COMMIT % b"new" + b"from refs/heads/old\n"
-    for path, _ in before:
-        yield b"D %s\n" % _quoted(path)
+def patch_changes(base: Path, patch: bytes) -> tuple[Change, ...]:
+    """What a git patch makes of `base`, which stays as it is; ValueError where the patch does not fit it.
+
+    The way back from `unified_patch`. The patch is applied to the bytes of the files, whatever `.gitattributes` say.
+    """
+    with tempfile.TemporaryDirectory(prefix="lego-patch-") as folder:
+        work = Path(folder, "work")
+        shutil.copytree(base, work, symlinks=True, ignore=lambda at, names: {".git"} if Path(at) == base else set())
+        repository = _private_repository(Path(folder, "git"))
+        (repository / "info").mkdir()
+        (repository / "info" / "attributes").write_text(AS_THEY_ARE)
+        try:
+            git(work, "apply", "-", stdin=patch, env={"GIT_DIR": str(repository), "GIT_WORK_TREE": str(work)})
+        except SandboxError as error:
+            raise ValueError(f"the patch does not fit {base}: {error}") from error
+        return between(base, work)
+
+
+def _private_repository(folder: Path) -> Path:
+    """An empty one without work tree, settings or hooks."""
+    for name in ("objects", "refs"):
+        (folder / name).mkdir(parents=True)
+    (folder / "HEAD").write_text("ref: refs/heads/none\n")
+    return folder
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Git's mode and the content of one path, in the base or as it was left."""
+
+    path: Path
+    mode: bytes
+    content: bytes
+    ref: bytes
+
+
+def _versions(base: Path, changes: Sequence[Change], max_bytes: int) -> Iterator[_Version]:
+    """Both versions of each changed path, where it has them."""
+    left = max_bytes - sum(len(change.content) for change in changes)
     for change in changes:
+        if before := _of_base(base, change.path, left):
+            left -= len(before.content)
+            yield before
         if change.kind == "file":
-            yield _put(b"100755" if change.mode & 0o100 else b"100644", change.path, change.content)
+            mode = b"100755" if change.mode & 0o100 else b"100644"
+            yield _Version(change.path, mode, change.content, b"new")
         elif change.kind == "symlink":
-            yield _put(b"120000", change.path, change.content)
+            yield _Version(change.path, b"120000", change.content, b"new")
 
 
-def _of_base(path: Path) -> tuple[bytes, bytes] | None:
-    """Git's mode and the content of a file or link of the base; None for folders and what is not there."""
+def _of_base(base: Path, path: Path, max_bytes: int) -> _Version | None:
+    """A file or link of the base; None for folders and what is not there. No link of the base is followed."""
+    if any((base / parent).is_symlink() for parent in path.parents[:-1]):
+        return None
     try:
-        mode = path.lstat().st_mode
+        status = (base / path).lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if stat.S_ISLNK(mode):
-        return b"120000", os.fsencode(path.readlink())
-    if stat.S_ISREG(mode):
-        return b"100755" if mode & 0o100 else b"100644", path.read_bytes()
-    return None
+    if stat.S_ISLNK(status.st_mode):
+        return _Version(path, b"120000", os.fsencode((base / path).readlink()), b"old")
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    if status.st_size > max_bytes:
+        raise TooLarge(f"a patch of the changes would be too large: {path} had {status.st_size} bytes")
+    mode = b"100755" if status.st_mode & 0o100 else b"100644"
+    return _Version(path, mode, (base / path).read_bytes(), b"old")
 
 
-def _put(mode: bytes, path: Path, content: bytes) -> bytes:
-    return b"M %s inline %s\ndata %d\n%s\n" % (mode, _quoted(path), len(content), content)
+def _halves(versions: Sequence[_Version]) -> tuple[list[_Version], list[_Version]]:
+    """What a patch in UTF-8 can show as lines, and what it cannot, both versions of a path in the same half."""
+    odd = {version.path for version in versions if not _is_text(version.content)}
+    return [v for v in versions if v.path not in odd], [v for v in versions if v.path in odd]
 
 
-def _quoted(path: Path) -> bytes:
-    """The path as fast-import reads it: in quotes, every byte beside letters and digits as an octal escape."""
-    plain = b"/._-"
-    return b'"%s"' % b"".join(
-        bytes([byte]) if bytes([byte]).isalnum() or byte in plain else b"\\%03o" % byte for byte in os.fsencode(path)
-    )
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
-def _git(repository: Path, *args: str, stdin: bytes = b"") -> bytes:
-    program = shutil.which("git")
-    if program is None:
-        raise SandboxError("git is not installed: it is needed to write patches")
-    env = {
-        "GIT_DIR": str(repository),
-        "HOME": str(repository),
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_ATTR_NOSYSTEM": "1",
-        "LC_ALL": "C",
-    }
-    done = subprocess.run([program, *args], input=stdin, env=env, capture_output=True, cwd=repository)
-    if done.returncode != 0:
-        raise SandboxError(f"git {args[0]} failed: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout
+def _diff(repository: Path, versions: Sequence[_Version], *options: str) -> str:
+    if not versions:
+        return ""
+    env = {"GIT_DIR": str(repository)}
+    git(repository, "fast-import", "--quiet", "--force", stdin=b"".join(_stream(versions)), env=env)
+    patch = git(repository, *options, *DIFF, env=env)
+    # Git cuts the line it puts behind @@ at 80 bytes, so also within a character.
+    return HEADER.sub(_in_quotes, patch).decode(errors="backslashreplace")
 
 
-async def apply_changes(box: Box, changes: Sequence[Change], workdir: Path = Path("/repo")) -> None:
-    """Makes the changes in a fresh box with the same base. Needs sh, xargs, rm, rmdir and tar in the box.
-
-    The box's own programs write, so a link can lead nowhere outside the box; paths outside `workdir` are a ValueError.
-    """
-    for change in changes:
-        if change.path.is_absolute() or ".." in change.path.parts or not change.path.parts:
-            raise ValueError(f"path={change.path}: want a path below the work folder")
-    gone = [change.path for change in changes if change.kind == "deleted"]
-    if gone:
-        # Folders go only when they are empty then: a filter may have kept the deletion of their files out.
-        deepest_first = sorted(gone, key=lambda path: path.parts, reverse=True)
-        names = b"".join(b"./%s\0" % os.fsencode(path) for path in deepest_first)
-        for program in (["rm", "-f"], ["rmdir"]):
-            await box.exec(["xargs", "-0", *program, "--"], cwd=workdir, stdin=names)
-    if len(gone) < len(changes):
-        result = await box.exec(["tar", "-x", "-p", "-m", "-f", "-"], cwd=workdir, stdin=_archive(changes))
-        if result.code != 0:
-            reason = result.stderr[:ARCHIVE_ERROR_BYTES].decode(errors="replace").strip()
-            raise SandboxError(f"cannot put the changes into the box: {reason or result}")
+def _in_quotes(header: re.Match[bytes]) -> bytes:
+    """The first line of a file's patch with both names in quotes: without them, git misreads some spaces."""
+    name = header[1][: len(header[1]) // 2].removeprefix(b"a/")
+    return b'diff --git "a/%s" "b/%s"\n' % (name, name)
 
 
-def _archive(changes: Iterable[Change]) -> bytes:
-    """A tar archive of all that is not a deletion."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as archive:
-        for change in changes:
-            entry = tarfile.TarInfo(str(change.path))
-            entry.mode, entry.size = change.mode, len(change.content)
-            if change.kind == "dir":
-                entry.type = tarfile.DIRTYPE
-            elif change.kind == "symlink":
-                entry.type, entry.size, entry.linkname = tarfile.SYMTYPE, 0, os.fsdecode(change.content)
-            elif change.kind == "deleted":
-                continue
-            archive.addfile(entry, io.BytesIO(change.content) if change.kind == "file" else None)
-    return buffer.getvalue()
+def _stream(versions: Sequence[_Version]) -> Iterator[bytes]:
+    """Input for fast-import: a commit with the base's version of every changed path, and one with the new version."""
+    for ref in (b"old", b"new"):
+        yield COMMIT % ref + b"deleteall\n"
+        for v in versions:
+            if v.ref == ref:
+                yield b"M %s inline %s\ndata %d\n%s\n" % (v.mode, quoted(v.path), len(v.content), v.content)
+
+
+def _is_dotgit(name: str) -> bool:
+    """Whether git takes a name for its own folder, as it does for spellings that other file systems fold to it."""
+    stem = os.fsencode(name).split(b"\\")[0].split(b":")[0].rstrip(b" .").lower()
+    return stem in (b".git", b"git~1")
+
+
+def _is_gitmodules(name: str) -> bool:
+    """As `_is_dotgit`, for the list of submodules."""
+    stem = os.fsencode(name).split(b":")[0].rstrip(b" .").lower()
+    return stem == b".gitmodules" or stem.startswith((b"gitmod~", b"gi7eba~"))

@@ -6,14 +6,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sandbox.base import SandboxError
+from sandbox.commands import BoxEnded
 
 INT = struct.Struct("i")
 CREDENTIALS = struct.Struct("3i")
-
-
-class BoxEnded(SandboxError):
-    """The box's first process is gone: its deadline, the memory limit, or a kill from outside."""
 
 
 @dataclass(frozen=True)

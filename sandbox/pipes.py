@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 CHUNK = 1 << 16
 F_GETPIPE_SZ = 1032
+NOBODY = 65534
 
 
 @contextlib.contextmanager
@@ -27,15 +28,31 @@ def memory_file(content: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-class Output:
-    """Collects one stream of a command. Above `cap` it goes on reading and drops, so that the writer never blocks."""
+def _pipe() -> tuple[int, int]:
+    """Its ends. Programs may open it again by /proc/self/fd, but only to write: none takes out what another wrote.
 
-    def __init__(self, cap: int) -> None:
+    Where we are no root it stays theirs, so they can change that.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # root of a container that has no such user
+            os.fchown(writer, NOBODY, NOBODY)
+    os.fchmod(writer, 0o222)
+    return reader, writer
+
+
+class Output:
+    """Collects one stream of a command. Above `cap` it goes on reading and drops, so that the writer never blocks.
+
+    Reads from a new pipe, or from the non-blocking `reader` that it is given and closes in the end.
+    """
+
+    def __init__(self, cap: int, reader: int | None = None) -> None:
         self._left = cap
         self._chunks: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self.truncated = False
-        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        self._reader, self.writer = _pipe() if reader is None else (reader, -1)
         os.set_blocking(self._reader, False)
         self._loop.add_reader(self._reader, self._read)
 

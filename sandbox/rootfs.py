@@ -1,6 +1,7 @@
 """What a bubblewrap box sees: the arguments that lay out its file system, from a spec.
 
-System folders come read-only from the host, `/etc` from a small folder of our own; the rest is private memory.
+System folders come read-only from the host with an `/etc` of our own, or all from an unpacked image; the rest is
+private memory.
 """
 
 import functools
@@ -13,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sandbox import boxinit
-from sandbox.base import BoxSpec, SandboxError
+from sandbox.base import BoxSpec, FolderImage, Image, Mount, SandboxError
+from sandbox.interpreter import INIT as FOREIGN_INIT
+from sandbox.interpreter import PLACE, foreign, python
 from sandbox.state import BoxFolder, remove_tree
 
 HOME = Path("/home/agent")
@@ -22,7 +25,8 @@ INIT = "/etc/lego-init.pyc"
 SYSTEM_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 HIDDEN_PROC = (
     "acpi", "asound", "driver", "fs", "pressure", "scsi", "tty",
-    "kcore", "keys", "latency_stats", "mtrr", "slabinfo", "sysrq-trigger", "timer_list",
+    "kcore", "keys", "kmsg", "kpagecgroup", "kpagecount", "kpageflags", "latency_stats", "mtrr", "pagetypeinfo",
+    "slabinfo", "sysrq-trigger", "timer_list", "vmallocinfo",
 )  # fmt: skip
 
 ETC = {
@@ -36,6 +40,8 @@ ETC = {
     "ld.so.cache": "",
 }
 
+OVER_AN_IMAGE = ("hosts", "hostname", "resolv.conf")
+"""What a box's network, which is none, must say for itself; the rest of /etc is the image's."""
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": str(HOME),
@@ -47,11 +53,6 @@ ENVIRONMENT = {
 }
 
 
-def python() -> str:
-    """The interpreter that runs the box's first process: ours, without its virtual environment."""
-    return os.path.realpath(sys.executable)
-
-
 def python_home() -> Path | None:
     """The folder of that interpreter where the box must be shown it; None where /usr has it."""
     home = Path(sys.base_prefix).resolve()
@@ -59,7 +60,7 @@ def python_home() -> Path | None:
 
 
 def check(spec: BoxSpec) -> None:
-    """Refuses a spec that cannot be laid out; ValueError names the field."""
+    """Refuses a spec that cannot be a box of any backend; ValueError names the field."""
     if not spec.base.is_dir():
         raise ValueError(f"base={spec.base}: not a folder")
     if spec.base.stat().st_uid != os.geteuid():
@@ -70,35 +71,89 @@ def check(spec: BoxSpec) -> None:
     if not spec.workdir.is_absolute() or len(spec.workdir.parts) < 2:
         raise ValueError(f"workdir={spec.workdir}: want an absolute path below /")
     for mount in spec.mounts:
-        if not mount.source.exists():
-            raise ValueError(f"mounts: source={mount.source} does not exist")
-        if not mount.target.is_absolute() or mount.target.is_relative_to(spec.workdir):
-            raise ValueError(f"mounts: target={mount.target}: want an absolute path outside workdir={spec.workdir}")
+        _check_mount(mount, spec.workdir)
     for name in ("memory_gib", "pids", "cpus", "disk_mib", "deadline_s"):
         if not getattr(spec.limits, name) > 0:
             raise ValueError(f"limits: {name}={getattr(spec.limits, name)}: want more than 0")
 
 
-def layout(spec: BoxSpec, folder: BoxFolder, etc: Path, hide: tuple[Path, ...]) -> list[str]:
+def _check_mount(mount: Mount, workdir: Path) -> None:
+    if not mount.source.exists():
+        raise ValueError(f"mounts: source={mount.source} does not exist")
+    if not mount.target.is_absolute() or mount.target.is_relative_to(workdir):
+        raise ValueError(f"mounts: target={mount.target}: want an absolute path outside workdir={workdir}")
+
+
+def folder_of(image: Image) -> Path:
+    """The root file system of an image on this host; SandboxError for what bubblewrap cannot unpack by itself."""
+    if not isinstance(image, FolderImage):
+        raise SandboxError(
+            f"bubblewrap has no store of images and cannot use {image}: unpack it to a folder, as with "
+            "`podman create --name box IMAGE; mkdir DIR; podman export box | tar -x -C DIR; podman rm box` "
+            "(`docker` for `podman` where that is the engine), and give FolderImage(path=DIR)"
+        )
+    if not any((image.path / name).is_symlink() or (image.path / name).exists() for name in ("bin/sh", "usr/bin/sh")):
+        raise SandboxError(f"image: path={image.path} is no unpacked root file system: it has no bin/sh")
+    return image.path.resolve()
+
+
+def owns_kernel_files() -> bool:
+    """Whether programs of our boxes are the owner of /dev/null, /proc/meminfo and the like, as the host's root is.
+
+    They need no capability to change the modes of those, for the whole host: a read-only mount forbids that.
+    """
+    return Path("/proc/meminfo").stat().st_uid == os.geteuid()
+
+
+def first_process(image: Image | None) -> list[str]:
+    """The command that starts `boxinit` in the box, without its arguments."""
+    command, init = ([python()], INIT) if image is None else (foreign().command, str(FOREIGN_INIT))
+    return [*command, "-I", "-S", "-B", init]
+
+
+def layout(spec: BoxSpec, folder: BoxFolder, files: Path, hide: tuple[Path, ...]) -> list[str]:
     """bwrap's arguments for the file system; later ones cover earlier ones."""
-    size = str(spec.limits.disk_mib << 20)
-    args = ["--ro-bind", "/usr", "/usr"]
-    for name in SYSTEM_LINKS:
-        args += _system(Path("/", name))
-    args += ["--ro-bind", str(etc), "/etc", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
-    args += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    args += ["--proc", "/proc", *_hidden_proc(etc)]
-    args += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    args += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", str(HOME)]
-    args += ["--dir", "/var", "--symlink", "/tmp", "/var/tmp"]
-    if home := python_home():
-        args += ["--ro-bind", str(home), str(home)]
+    empty = str(files / "empty")
+    size = ["--size", str(spec.limits.disk_mib << 20)]
+    args = _host_system(files) if spec.image is None else _image_system(folder_of(spec.image), files)
+    args += ["--proc", "/proc", *_hidden_proc(empty)]
+    args += ["--dev", "/dev", *_own_devices(folder), "--perms", "1777", *size, "--tmpfs", "/dev/shm"]
+    args += ["--remount-ro", "/dev", *(["--remount-ro", "/proc"] if owns_kernel_files() else [])]
+    args += ["--perms", "1777", *size, "--tmpfs", "/tmp", *size, "--tmpfs", str(HOME)]
+    args += ["--symlink", "/tmp", "/var/tmp"] if spec.image is None else [*size, "--tmpfs", "/var/tmp"]
     for mount in spec.mounts:
         args += ["--ro-bind", str(mount.source), str(mount.target)]
     for path in hide:
-        args += ["--ro-bind", str(etc / "empty"), str(path)]
+        args += ["--ro-bind", empty, str(path)]
     args += ["--overlay-src", str(spec.base), "--overlay", str(folder.upper), str(folder.work), str(spec.workdir)]
     return [*args, "--remount-ro", "/"]
+
+
+def _own_devices(folder: BoxFolder) -> Iterator[str]:
+    """Covers the host's devices, whose modes its root may change in a box too, by nodes that the agent does not own."""
+    for node in sorted(folder.devices.iterdir()) if folder.devices.is_dir() else ():
+        yield from ("--dev-bind", str(node), f"/dev/{node.name}")
+
+
+def _host_system(files: Path) -> list[str]:
+    """The host's own programs under an /etc that tells nothing of the host."""
+    args = ["--ro-bind", "/usr", "/usr"]
+    for name in SYSTEM_LINKS:
+        args += _system(Path("/", name))
+    args += ["--ro-bind", str(files / "etc"), "/etc", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
+    args += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dir", "/var"]
+    home = python_home()
+    return [*args, "--ro-bind", str(home), str(home)] if home else args
+
+
+def _image_system(image: Path, files: Path) -> list[str]:
+    """The whole image; a layer of private memory above it takes the places of mounts that the image does not have."""
+    args = ["--overlay-src", str(image), "--overlay-src", str(files / "over"), "--tmp-overlay", "/"]
+    for mount in foreign().mounts:
+        args += ["--ro-bind", str(mount.source), str(mount.target)]
+        if (mount.source / "site-packages").is_dir():
+            args += ["--ro-bind", str(files / "empty"), str(mount.target / "site-packages")]
+    return [*args, "--ro-bind", str(files / "init.pyc"), str(FOREIGN_INIT)]
 
 
 def _system(path: Path) -> list[str]:
@@ -108,7 +163,7 @@ def _system(path: Path) -> list[str]:
     return ["--ro-bind", str(path), str(path)] if path.is_dir() else []
 
 
-def _hidden_proc(etc: Path) -> Iterator[str]:
+def _hidden_proc(empty: str) -> Iterator[str]:
     """Covers kernel files that permission bits alone do not keep from a box.
 
     Programs in a box of the host's root are still uid 0 to these files: they could write
@@ -118,7 +173,7 @@ def _hidden_proc(etc: Path) -> Iterator[str]:
     for name in HIDDEN_PROC:
         path = Path("/proc", name)
         if path.exists():
-            yield from ("--ro-bind", str(etc / "empty") if path.is_dir() else "/dev/null", str(path))
+            yield from ("--ro-bind", empty if path.is_dir() else "/dev/null", str(path))
 
 
 def environment(extra: Mapping[str, str] | None) -> dict[bytes, bytes]:
@@ -130,30 +185,37 @@ def environment(extra: Mapping[str, str] | None) -> dict[bytes, bytes]:
     return {os.fsencode(key): os.fsencode(value) for key, value in pairs.items()}
 
 
-def etc_folder(state: Path) -> Path:
-    """The box's /etc with the compiled first process in it; made once per state folder and code version."""
-    path = state / f"etc-{_digest()}"
-    return path if path.is_dir() else _make_etc(path)
+def files_folder(state: Path) -> Path:
+    """What all boxes share: their /etc, the compiled first process; made once per state folder and code version."""
+    path = state / f"files-{_digest()}"
+    return path if path.is_dir() else _make_files(path)
 
 
 @functools.cache
 def _digest() -> str:
-    parts = [sys.version, repr(sorted(ETC.items())), Path(boxinit.__file__).read_text()]
+    parts = [sys.version, repr(sorted(ETC.items())), Path(boxinit.__file__).read_text(), Path(__file__).read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _make_etc(path: Path) -> Path:
+def _make_files(path: Path) -> Path:
     """Builds it beside and renames, so that two runs at once do not disturb each other."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        for folder in ("alternatives", "empty"):
-            (draft / folder).mkdir(parents=True)
-        for name, content in ETC.items():
-            (draft / name).write_text(content)
-        py_compile.compile(boxinit.__file__, cfile=str(draft / Path(INIT).name), doraise=True)
+        _write_files(draft)
         draft.rename(path)
     except OSError as error:
         remove_tree(draft)
         if not path.is_dir():
-            raise SandboxError(f"{path}: cannot write the box's /etc: {error}") from error
+            raise SandboxError(f"{path}: cannot write the files that boxes share: {error}") from error
     return path
+
+
+def _write_files(top: Path) -> None:
+    for folder in ("empty", "etc/alternatives", "over/etc", "over" + str(PLACE)):
+        (top / folder).mkdir(parents=True)
+    for name, content in ETC.items():
+        (top / "etc" / name).write_text(content)
+    for name in OVER_AN_IMAGE:
+        (top / "over" / "etc" / name).write_text(ETC[name])
+    for place in (top / "init.pyc", top / INIT.lstrip("/")):
+        py_compile.compile(boxinit.__file__, cfile=str(place), doraise=True)

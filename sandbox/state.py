@@ -1,14 +1,19 @@
 """The folder of one box on the host: named after its owner process, so that a later run can clear it away.
 
-`box-PID-START-RANDOM/` holds `record` (control groups and labels) and `rw/` (the writable layer: a size-limited
-memory file system where we may mount one). START is the owner's start time, so a reused pid is not mistaken for it.
+`box-PID-START-BOOT-NAMESPACE-RANDOM/` holds `record` (control groups and labels), `rw/` (the writable layer: a
+size-limited memory file system where we may mount one), other mounts, and for a container its streams. START is the
+owner's start time, so a reused pid is not mistaken for it; BOOT and NAMESPACE say where that pid means anything.
 """
 
 # ruff: noqa: PTH101, PTH104, PTH108
+import fcntl
 import os
 import secrets
 import signal
-from collections.abc import Iterable, Mapping
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +23,11 @@ from sandbox.mounts import mount_tmpfs, unmount
 
 PREFIX = "box-"
 INODES_PER_MIB = 128
+NOBODY = 65534
+MEMORY, TTY = 1, 5
+DEVICES = {"full": 7, "null": 3, "random": 8, "tty": 0, "urandom": 9, "zero": 5}
+"""What bwrap shows of the host's /dev, by minor number (Linux allocated devices, `devices.txt`)."""
+OWNER_WORDS, SHORT = 4, 6
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,36 @@ class BoxFolder:
         """A scratch folder that the kernel's overlay needs."""
         return self.path / "rw" / "work"
 
+    @property
+    def devices(self) -> Path:
+        """Device nodes of a bubblewrap box of root."""
+        return self.path / "rw" / "dev"
+
+    @property
+    def exchange(self) -> Path:
+        """Scripts and streams of a container's commands."""
+        return self.path / "exchange"
+
+    @property
+    def lower(self) -> Path:
+        """Where the base is mounted with its owners as a container's."""
+        return self.path / "lower"
+
+    @property
+    def merged(self) -> Path:
+        """Where base and writable layer are mounted as one for a container."""
+        return self.path / "merged"
+
+    @property
+    def home(self) -> Path:
+        """A container's HOME: engines take the image's mode for a memory file system of their own."""
+        return self.path / "home"
+
+    @property
+    def mounts(self) -> Path:
+        """Where other folders and files are mounted with their owners as a container's."""
+        return self.path / "mounts"
+
     def record(self, groups: Iterable[Path], labels: Mapping[str, str]) -> None:
         """Writes down what must be removed with the folder, before it exists."""
         lines = [f"cgroup {group}" for group in groups] + [f"label {key}={value}" for key, value in labels.items()]
@@ -51,12 +91,43 @@ class BoxFolder:
         self.upper.chmod(base.stat().st_mode & 0o777 | 0o700)
         return limited
 
+    def fill_devices(self) -> None:
+        """Makes /dev/null and its like, for everybody to use and nobody of the box to own; for root alone."""
+        self.devices.mkdir()
+        for name, minor in DEVICES.items():
+            node = self.devices / name
+            os.mknod(node, stat.S_IFCHR, os.makedev(TTY if name == "tty" else MEMORY, minor))
+            node.chmod(0o666)
+            os.chown(node, NOBODY, NOBODY)
+
+    def fill_home(self, owner: int | None, disk_mib: int) -> None:
+        """Makes a container's HOME, limited like the writable layer, for this user of the host (None: our own)."""
+        self.home.mkdir(mode=0o755)
+        _mounted(self.home, disk_mib)
+        if owner is not None:
+            os.chown(self.home, owner, owner)
+
     def remove(self) -> None:
         """Removes the box's control groups, mount and files. Blocks."""
         remove_groups(self._groups())
         if os.geteuid() == 0:
-            unmount(self.path / "rw")
+            # All but the writable layer are read-only, or lead to it: nothing of the host's could be removed.
+            for place in (self.merged, self.lower, *self.mounts.glob("*"), self.home, self.path / "rw"):
+                unmount(place)
         remove_tree(self.path)
+
+    @contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Whether a dead box is ours to remove: two that remove one at the same time would get in each other's way."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            yield _locked(fd)
+        finally:
+            os.close(fd)
 
     def kill_strays(self) -> None:
         """Kills bwrap processes of this box that hang half-way through a start, as they do when one end was killed."""
@@ -78,6 +149,14 @@ class BoxFolder:
         return [group for group in groups if group.name == self.path.name]
 
 
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _mounted(space: Path, disk_mib: int) -> bool:
     """Whether a size-limited memory file system could be mounted there."""
     if os.geteuid() != 0:
@@ -87,6 +166,11 @@ def _mounted(space: Path, disk_mib: int) -> bool:
     except PermissionError:  # root of a container without the right to mount
         return False
     return True
+
+
+def usual_folder(name: str) -> Path:
+    """This user's folder for files of one kind, where nobody has named another. Not made by this."""
+    return Path(tempfile.gettempdir(), f"lego-{name}-{os.geteuid()}")
 
 
 def private_folder(path: Path) -> Path:
@@ -103,8 +187,7 @@ def private_folder(path: Path) -> Path:
 
 def new_box_folder(state: Path) -> BoxFolder:
     """A fresh folder, owned by this process."""
-    pid = os.getpid()
-    path = state / f"{PREFIX}{pid}-{start_time(pid)}-{secrets.token_hex(4)}"
+    path = state / f"{PREFIX}{this_owner()}-{secrets.token_hex(4)}"
     try:
         path.mkdir(mode=0o700)
     except OSError as error:
@@ -117,13 +200,39 @@ def dead_box_folders(state: Path) -> list[BoxFolder]:
     return [BoxFolder(path) for path in sorted(state.glob(f"{PREFIX}*")) if not owner_lives(path.name)]
 
 
+def this_owner() -> str:
+    """This process, as names and labels of what it owns have it: PID-START-BOOT-NAMESPACE."""
+    pid = os.getpid()
+    return f"{pid}-{start_time(pid)}-{_boot()}-{_namespace()}"
+
+
+def owner_of(name: str) -> str:
+    """The owner in the name of a folder."""
+    return "-".join(name.removeprefix(PREFIX).split("-")[:OWNER_WORDS])
+
+
 def owner_lives(name: str) -> bool:
-    """Whether the process that a folder is named after still runs; True for names that are not ours."""
+    """Whether the process that a folder is named after still runs, as far as can be seen from here.
+
+    True for names that are not ours, and for processes of another pid namespace: those are not ours to judge.
+    """
     try:
-        pid, start = (int(word) for word in name.removeprefix(PREFIX).split("-")[:2])
+        pid, start, boot, namespace = owner_of(name).split("-")
+        if boot != _boot():
+            return False
+        return namespace != _namespace() or start_time(int(pid)) == int(start)
     except ValueError:
         return True
-    return start_time(pid) == start
+
+
+def _boot() -> str:
+    """Which start of this host it is; in short, as it is part of paths."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:SHORT]
+
+
+def _namespace() -> str:
+    """Our pid namespace."""
+    return f"{Path('/proc/self/ns/pid').stat().st_ino:x}"[-SHORT:]
 
 
 def start_time(pid: int) -> int | None:

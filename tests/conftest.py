@@ -11,6 +11,10 @@ from harnesses.fetch import DEFAULT_CACHE, fetch
 from tests.tiny import write_model
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos", default="pi,codex,claude", help="harnesses that test_chaos.py tries, by name")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3-MoE folder; read only."""

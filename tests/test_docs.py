@@ -15,7 +15,11 @@ PROGRAMS = [
 ]
 
 
-PRINTED = {"capture.md": "Fidelity(sampled=3, trained=3", "trainer.md": ""}
+PRINTED = {
+    "capture.md": "Fidelity(sampled=3, trained=3",
+    "sandboxes.md": "0 [b'one', b'two'] ['a.txt']",
+    "trainer.md": "",
+}
 
 
 def test_the_docs_hold_programs():

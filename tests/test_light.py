@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-HEAVY = ("torch", "torchtitan", "vllm", "litellm", "transformers", "renderers", "aiohttp", "tensorboard")
+HEAVY = (
+    *("torch", "torchtitan", "vllm", "litellm", "transformers", "renderers", "aiohttp", "tensorboard"),
+    *("podman", "requests", "aiodocker"),
+)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

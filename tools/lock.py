@@ -51,7 +51,7 @@ def main() -> None:
     wheels = parser.parse_args().find_links
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    base = project["dependencies"]
+    base = project["dependencies"] + extras["podman"] + extras["docker"]
     LOCKS.mkdir(exist_ok=True)
     cpu = [b for b in compiled("\n".join(base + extras["cpu"])) if not CUDA.match(b)]
     if wheels:

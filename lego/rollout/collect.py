@@ -1,6 +1,7 @@
-"""Runs a step's trials, some at a time, and refuses to go on when too many of them had no verdict."""
+"""Runs a step's trials, some at a time and up to a time, and refuses to go on when too many had no verdict."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,19 +36,61 @@ def tasks_of_step(tasks: Sequence[Task], per_step: int, step: int, seed: int) ->
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """When a trial is cut short, in the event loop's time, and why."""
+
+    at: float = math.inf
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a group's trials and all of them may take; the default waits for each to end by itself."""
+
+    group_s: float = math.inf
+    step_s: float = math.inf
+
+
+class Cuts:
+    """Says when each trial of one step is cut: by its group's clock, which starts with its first trial, or the step's.
+
+    Nothing else is stopped: a straggler costs its own sample, and a step that lost too many is refused afterwards.
+    """
+
+    def __init__(self, patience: Patience, start: float) -> None:
+        self._patience, self._groups = patience, dict[str, float]()
+        self._step = Cut(at=start + patience.step_s, cause=_over("step", patience.step_s))
+
+    def next(self, attempt: Attempt, now: float) -> Cut:
+        """The cut of a trial that starts now."""
+        first = self._groups.setdefault(attempt.task.id, now)
+        patience = self._patience.group_s
+        return min(Cut(at=first + patience, cause=_over("group", patience)), self._step, key=lambda cut: cut.at)
+
+
+def _over(what: str, seconds: float) -> str:
+    return f"the trials of its {what} took longer than budget.{what}_s {seconds:g}"
+
+
 async def collect(
     wanted: Sequence[Attempt],
-    run: Callable[[Attempt], Awaitable[Trajectory]],
+    run: Callable[[Attempt, Cut], Awaitable[Trajectory]],
     *,
     concurrency: int,
     done: Callable[[Trajectory], None],
+    patience: Patience = Patience(),
 ) -> list[Trajectory]:
-    """The trajectories of `wanted`, in its order; `done` hears of each as it ends."""
-    free = asyncio.Semaphore(concurrency)
+    """The trajectories of `wanted`, in its order; `done` hears of each as it ends.
+
+    `run` ends a trial at its cut; one whose turn comes after its cut is run all the same, and ends at once.
+    """
+    free, loop = asyncio.Semaphore(concurrency), asyncio.get_running_loop()
+    cuts = Cuts(patience, loop.time())
 
     async def one(attempt: Attempt) -> Trajectory:
         async with free:
-            trajectory = await run(attempt)
+            trajectory = await run(attempt, cuts.next(attempt, loop.time()))
         done(trajectory)
         return trajectory
 

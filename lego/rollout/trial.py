@@ -6,26 +6,34 @@ This is the one place where the errors of the parts become an `Outcome`.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from harnesses.base import Endpoint, Harness
+from lego.budget import Times, box_s, whole_verdict_s
 from lego.capture.server import Handle, Proxy
 from lego.capture.session import Session
 from lego.errors import EngineError, HarnessError, VerdictError
 from lego.records import Outcome, Trajectory
-from lego.rollout.collect import Attempt
+from lego.rollout.collect import Attempt, Cut
 from lego.rollout.sessions import Sessions
-from lego.tasks.task import Task
-from lego.tasks.verdict import Grader, is_test_machinery, patch_digest
+from lego.tasks.machinery import is_test_machinery
+from lego.tasks.task import PytestSuite, Task
+from lego.tasks.verdict import Grader
 from sandbox.base import BoxSpec, Change, ExecResult, Limits, Mount, Sandbox, SandboxError
-from sandbox.gitsnap import unified_patch
+from sandbox.gitsnap import digest, unified_patch
 from sandbox.upper import TooLarge
 
 log = logging.getLogger(__name__)
+VERDICT = "verdict"
 PORT = 4000
 """Where the model answers inside every box; each box has a network of its own."""
+CHANGES_BYTES = 1 << 24
+"""What is read of a box's changes, caches and all; the task's own limit is on the part that counts."""
+PATCH_BYTES = 1 << 22
+"""Old and new content of the files of a patch text: more than that is not for people to read."""
 FAULTS = {
     SandboxError: Outcome.SANDBOX_ERROR,
     HarnessError: Outcome.HARNESS_ERROR,
@@ -67,6 +75,9 @@ class Clock:
         finally:
             self.seconds[part] = time.monotonic() - start
 
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items()) or "no part done"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
@@ -81,16 +92,16 @@ class Trials:
     limits: Limits
     context_tokens: int
     output_tokens: int
-    timeout_s: float
+    times: Times
     patches: dict[tuple[str, str], str] = field(default_factory=dict)
     """Patch texts by task and change set: most trials of a group repeat one another."""
 
-    async def run(self, attempt: Attempt, version: int) -> Trajectory:
-        """Runs one attempt to its end; only bugs are raised."""
+    async def run(self, attempt: Attempt, cut: Cut, *, version: int) -> Trajectory:
+        """Runs one attempt to its end, or to its cut; only bugs are raised."""
         task, clock = attempt.task, Clock()
         async with self.proxy.session(f"{task.id}#{attempt.number}") as session:
             with clock.measured("trial"):
-                ending = await self._ending(task, session, clock)
+                ending = await self._timely(task, session, clock, cut)
         log.info("trial %s#%d %s %s", task.id, attempt.number, ending.outcome, ending.detail[:200])
         trajectory = self._trajectory(attempt, version, ending, session.session, clock)
         return replace(trajectory, recording=await self.sessions.keep(session.session, trajectory))
@@ -113,10 +124,31 @@ class Trials:
             detail=ending.detail,
         )
 
+    async def _timely(self, task: Task, session: Handle, clock: Clock, cut: Cut) -> Ending:
+        """The ending within the trial's own time and before its cut; when that is over, its boxes are closed."""
+        try:
+            async with asyncio.timeout_at(cut.at) as limit:
+                return await self._within(task, session, clock)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Ending(outcome=Outcome.CANCELLED, detail=cut.cause)
+
+    async def _within(self, task: Task, session: Handle, clock: Clock) -> Ending:
+        """The harness has a time of its own: a trial that takes longer still is not the agent's doing."""
+        try:
+            async with asyncio.timeout(self.times.trial_s) as limit:
+                return await self._ending(task, session, clock)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            outcome = Outcome.VERIFIER_ERROR if VERDICT in clock.seconds else Outcome.SANDBOX_ERROR
+            return Ending(outcome=outcome, detail=f"longer than budget.trial_s {self.times.trial_s:g}: {clock}")
+
     async def _ending(self, task: Task, session: Handle, clock: Clock) -> Ending:
         try:
             changes = await self._agent(task, session, clock)
-            with clock.measured("verdict"):
+            with clock.measured(VERDICT):
                 return await self._judged(task, changes)
         except Stopped as stop:
             return Ending(outcome=stop.outcome, detail=str(stop))
@@ -128,18 +160,34 @@ class Trials:
 
     async def _agent(self, task: Task, session: Handle, clock: Clock) -> tuple[Change, ...]:
         """The changes that one harness run made in a box of its own."""
-        async with self.sandbox.open(BoxSpec(base=task.base, mounts=self.mounts, limits=self.limits)) as box:
+        async with self.sandbox.open(self._box(task)) as box:
             command = self.harness.command(task.instruction, self._endpoint(session))
             for path, content in command.files.items():
                 await box.put(path, content)
             async with session.serve(await box.listen(PORT)):
                 with clock.measured("harness"):
                     result = await box.exec(
-                        command.argv, env=command.env, stdin=command.stdin, timeout_s=self.timeout_s
+                        command.argv,
+                        env=command.env,
+                        cwd=task.workdir,
+                        stdin=command.stdin,
+                        timeout_s=self._harness_s(task),
                     )
             await box.kill()
-            self._check(result, session)
-            return await box.changes()
+            self._check(task, result, session)
+            return await box.changes(max(CHANGES_BYTES, task.max_patch_bytes))
+
+    def _box(self, task: Task) -> BoxSpec:
+        return BoxSpec(
+            base=task.base,
+            image=task.image,
+            workdir=task.workdir,
+            mounts=self.mounts,
+            limits=replace(task.limits or self.limits, deadline_s=box_s(self.times.harness_s)),
+        )
+
+    def _harness_s(self, task: Task) -> float:
+        return self.times.harness_s if task.harness_s is None else min(task.harness_s, self.times.harness_s)
 
     def _endpoint(self, session: Handle) -> Endpoint:
         return Endpoint(
@@ -150,7 +198,7 @@ class Trials:
             output_tokens=self.output_tokens,
         )
 
-    def _check(self, result: ExecResult, session: Handle) -> None:
+    def _check(self, task: Task, result: ExecResult, session: Handle) -> None:
         """Raises for a run whose work is not to be judged, with the first cause."""
         if session.engine_error is not None:
             raise session.engine_error
@@ -160,13 +208,19 @@ class Trials:
         if breach is not None:
             raise Stopped(breach.outcome, f"a limit of the trial refused a call: {breach}")
         if result.timed_out:
-            raise Stopped(Outcome.TIMEOUT, f"the harness ran longer than {self.timeout_s:g} s")
+            raise Stopped(Outcome.TIMEOUT, f"the harness ran longer than {self._harness_s(task):g} s")
         error = self.harness.ended(result).error
         if error is not None:
             raise HarnessError(error)
 
     async def _judged(self, task: Task, changes: tuple[Change, ...]) -> Ending:
-        verdict = await self.grader.grade(task, changes)
+        try:
+            async with asyncio.timeout(whole_verdict_s(self.times.verdict_s)) as limit:
+                verdict = await self.grader.grade(task, changes)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise VerdictError(f"no verdict within the times of budget.verdict_s {self.times.verdict_s:g}") from error
         return Ending(
             outcome=verdict.outcome,
             reward=verdict.reward,
@@ -176,7 +230,21 @@ class Trials:
         )
 
     async def _patch(self, task: Task, changes: tuple[Change, ...]) -> str:
-        key = (task.id, patch_digest(changes))
+        key = (task.id, digest(changes))
         if key not in self.patches:
-            self.patches[key] = await asyncio.to_thread(unified_patch, task.base, changes, is_test_machinery)
+            exclude = is_test_machinery if isinstance(task.verifier, PytestSuite) else _nothing
+            self.patches[key] = await asyncio.to_thread(_text, task.base, changes, exclude)
         return self.patches[key]
+
+
+def _text(base: Path, changes: tuple[Change, ...], exclude: Callable[[Path], bool]) -> str:
+    """The patch to read; nothing where it would be too large for that."""
+    try:
+        return unified_patch(base, changes, exclude, PATCH_BYTES)
+    except TooLarge:
+        return ""
+
+
+def _nothing(path: Path) -> bool:
+    """For a script every change counts, and is shown."""
+    return False

@@ -1,7 +1,8 @@
 """Runs inside the verdict's box, standard library only: lay the agent's changes, then run the hidden tests.
 
 Reads one JSON object on standard input; its text is handed to `python -I -S -B -c`, so nothing of the
-repository is on the path before the standard library and the test environment are.
+repository is on the path before the standard library and the test environment are. Standard output becomes
+the witness's stream to the host; the tests' own output goes to standard error.
 """
 
 import base64
@@ -12,9 +13,6 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
-
-STARTED = "lego: tests start\n"
-"""Written to standard error before any code of the agent can run."""
 
 
 def lay(root: Path, change: dict[str, Any]) -> None:
@@ -43,9 +41,20 @@ def limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
-def main() -> int:
-    """Exit status of pytest; the own limits turn endless loops and memory hogs into plain failures."""
+def streams() -> int:
+    """The stream to the host, closed to programs that the tests start; 0 and 1 lead nowhere and to standard error."""
+    stream = os.dup(1)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return stream
+
+
+def main() -> None:
+    """Runs pytest under own limits, which turn endless loops and memory hogs into plain failures; never returns."""
     job = json.load(sys.stdin)
+    stream = streams()
     for change in job["changes"]:
         lay(Path(job["root"]), change)
     limit(resource.RLIMIT_CPU, job["cpu_s"])
@@ -54,9 +63,18 @@ def main() -> int:
     sys.path += job["path"]
     import pytest
 
-    os.write(2, STARTED.encode())
-    return pytest.main(job["args"])
+    here: dict[str, Any] = {"__name__": "witness"}
+    exec(compile(job["witness"], "witness", "exec"), here)
+    end, flushes = os._exit, (sys.stdout.flush, sys.stderr.flush)
+    # Made here and told in the first line: what comes in by standard input may stay readable to the agent's code.
+    nonce, canary = os.urandom(16).hex(), f"test_{os.urandom(4).hex()}"
+    witness = here["Witness"](stream, nonce, canary, job["test_path"], twin=job["twin"])
+    status = int(pytest.main(job["args"], plugins=[witness]))
+    witness.say("finish", status)
+    for flush in flushes:
+        flush()
+    end(status)  # handlers that the agent's code left for the end do not run
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from lego.errors import UsageError
-from lego.tasks.task import Progress, Task, TaskSet
-from sandbox.base import Sandbox
+from lego.tasks.task import PytestSuite, Task, TaskSet
+from sandbox.base import Progress, Sandbox
 
-MADE_HERE = frozenset({"id", "digest", "base", "tests", "testenv"})
-"""Fields of `Task` that follow from where the task lies."""
-GIVEN = tuple(f for f in fields(Task) if f.name not in MADE_HERE)
-NEEDED = frozenset(f.name for f in GIVEN if f.default is MISSING)
+MADE_HERE = frozenset({"id", "digest", "base", "tests", "testenv", "verifier", "image", "workdir", "limits"})
+"""Fields that follow from where the task lies, or are the same for all tasks of a folder."""
+OF_TASK = frozenset(f.name for f in fields(Task)) - MADE_HERE
+OF_SUITE = frozenset(f.name for f in fields(PytestSuite)) - MADE_HERE
+NEEDED = frozenset(f.name for f in fields(Task) + fields(PytestSuite) if f.default is MISSING) - MADE_HERE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder of tasks. `task.json` holds the other fields of `Task`: split, instruction, fail_to_pass, …"""
+    """A folder of tasks. `task.json` holds the other fields of `Task` and `PytestSuite`: split, fail_to_pass, …"""
 
     path: Path
     """The folder."""
@@ -41,7 +42,7 @@ class Folder:
         text = file.read_text()
         try:
             given = json.loads(text)
-            unknown, missing = given.keys() - {f.name for f in GIVEN}, NEEDED - given.keys()
+            unknown, missing = given.keys() - OF_TASK - OF_SUITE, NEEDED - given.keys()
             if unknown or missing:
                 raise ValueError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}")
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
@@ -49,9 +50,12 @@ class Folder:
                 id=file.parent.name,
                 digest=_digest(file.parent),
                 base=_existing(file.parent / "base"),
-                tests=_existing(file.parent / "tests"),
-                testenv=_existing(self.testenv),
-                **values,
+                verifier=PytestSuite(
+                    tests=_existing(file.parent / "tests"),
+                    testenv=_existing(self.testenv),
+                    **{name: values[name] for name in OF_SUITE & values.keys()},
+                ),
+                **{name: values[name] for name in OF_TASK & values.keys()},
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{file}: {error}") from error

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from lego.errors import UsageError, VerdictError
 from lego.tasks import mutate, pip, sdist
 from lego.tasks.pip import Pin
 from lego.tasks.plan import Mutant, Package, Plan, instruction
-from lego.tasks.task import Progress, Suite, Task, TaskSet
-from lego.tasks.verdict import TestRun, run_tests
-from sandbox.base import Sandbox
+from lego.tasks.pytest_verifier import Place, TestRun, run_tests
+from lego.tasks.task import PytestSuite, Task, TaskSet
+from sandbox.base import Progress, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -169,20 +169,20 @@ class Build:
             raise first from errors
         return [task.result() for task in running]
 
-    def _suite(self, mutant: Mutant) -> Suite:
-        return Suite(
+    def _suite(self, mutant: Mutant) -> PytestSuite:
+        return PytestSuite(
             tests=self.folder / "tests" / mutant.package,
             test_file=mutant.test_file,
             testenv=self.folder / "testenv",
             roots=self.plan.packages[mutant.package].roots,
         )
 
-    async def _sound(self, package: str, test_file: str, suite: Suite) -> tuple[str, ...]:
+    async def _sound(self, package: str, test_file: str, suite: PytestSuite) -> tuple[str, ...]:
         """Tests that pass on the unchanged source; none where the file as a whole does not."""
         run = await self._run(suite, self.folder / "source" / package)
-        return run.report.passed if run.report is not None and run.result.code == 0 else ()
+        return run.report.passed if run.believed and not run.report.failed else ()
 
-    async def _verify(self, mutant: Mutant, suite: Suite, good: tuple[str, ...]) -> Task | None:
+    async def _verify(self, mutant: Mutant, suite: PytestSuite, good: tuple[str, ...]) -> Task | None:
         """The task, or None (and a line in the log) where its tests do not tell bug from fix."""
         base = self.folder / "bases" / mutant.id
         try:
@@ -191,7 +191,7 @@ class Build:
             raise UsageError(f"tasks.index: task {mutant.id}: {error}") from error
         run = await self._run(suite, base)
         self.steps.done(f"tasks: {mutant.id}")
-        seen = set(run.report.passed) if run.report is not None else set()
+        seen = set(run.report.passed) if run.believed else set()
         caught = tuple(name for name in good if name not in seen)
         if not caught or not seen:
             log.warning("task %s left out: %d tests pass unbroken, %d broken", mutant.id, len(good), len(seen))
@@ -203,18 +203,13 @@ class Build:
             digest=hashlib.sha256(f"{self.plan.digest}/{mutant.id}".encode()).hexdigest(),
             base=base,
             instruction=instruction(mutant.function, caught[0]),
-            tests=suite.tests,
-            test_file=suite.test_file,
-            testenv=suite.testenv,
-            roots=suite.roots,
-            fail_to_pass=caught,
-            pass_to_pass=tuple(name for name in good if name in seen),
+            verifier=replace(suite, fail_to_pass=caught, pass_to_pass=tuple(name for name in good if name in seen)),
             chance=1 / mutant.candidates,
         )
 
-    async def _run(self, suite: Suite, base: Path) -> TestRun:
+    async def _run(self, suite: PytestSuite, base: Path) -> TestRun:
         async with self.free:
-            return await run_tests(suite, base, (), self.sandbox)
+            return await run_tests(suite, Place(base=base), (), self.sandbox)
 
 
 async def _thread(work: Callable[[], object]) -> None:
@@ -263,15 +258,21 @@ def _archive(folder: Path, pin: Pin) -> Path:
     raise UsageError(f"pip delivered no file of {pin} with the wanted hash {pin.sha256}")
 
 
-_PATHS = ("base", "tests", "testenv")
+_PATHS = ("tests", "testenv")
 _TUPLES = ("roots", "fail_to_pass", "pass_to_pass")
 
 
 def _row(folder: Path, task: Task) -> dict[str, Any]:
     """A task for the manifest: paths relative to the folder, so that it can be renamed."""
-    return asdict(task) | {name: str(getattr(task, name).relative_to(folder)) for name in _PATHS}
+    suite = task.verifier
+    assert isinstance(suite, PytestSuite) and task.image is None and task.limits is None
+    row = {name: value for name, value in asdict(task).items() if name not in ("image", "workdir", "limits")}
+    row["verifier"] |= {name: str(getattr(suite, name).relative_to(folder)) for name in _PATHS}
+    return row | {"base": str(task.base.relative_to(folder))}
 
 
 def _task_of(folder: Path, row: dict[str, Any]) -> Task:
-    paths = {name: folder / row[name] for name in _PATHS}
-    return Task(**{**row, **paths, **{name: tuple(row[name]) for name in _TUPLES}})
+    given = row["verifier"]
+    paths = {name: folder / given[name] for name in _PATHS}
+    suite = PytestSuite(**{**given, **paths, **{name: tuple(given[name]) for name in _TUPLES}})
+    return Task(**{**row, "base": folder / row["base"], "verifier": suite})

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lego.errors import UsageError
-from lego.tasks import boot, mutate, report, sdist
+from lego.tasks import boot, mutate, report, sdist, witness
 from lego.tasks.pip import Pin
-from lego.tasks.verdict import TESTS, pytest_arguments
+from lego.tasks.pytest_verifier import TESTS, pytest_arguments
 
 FORMAT = 1
 """Raised when a build holds something else for the same list."""
@@ -84,8 +84,8 @@ def instruction(function: mutate.Function, test: str) -> str:
 
 def _digest(text: str, test_environment: tuple[Pin, ...]) -> str:
     """Changes with the list, the pins, the interpreter and the code that decides what a build holds."""
-    parts = [str(FORMAT), text, sys.version, repr(test_environment), repr(pytest_arguments(TESTS, "", TESTS))]
-    parts += [inspect.getsource(module) for module in (boot, mutate, report, sdist)]
+    parts = [str(FORMAT), text, sys.version, repr(test_environment), repr(pytest_arguments(TESTS, ""))]
+    parts += [inspect.getsource(module) for module in (boot, mutate, report, sdist, witness)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

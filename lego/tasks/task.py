@@ -1,32 +1,62 @@
-"""A task: what the agent is told, the folder it works in, and the hidden tests that judge it."""
+"""A task: what the agent is told, the folder it works in, and the verifier that judges the work."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sandbox.base import Sandbox
+from sandbox.base import Image, Limits, Progress, Sandbox, User
 
 SPLITS = ("train", "heldout")
-Progress = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and what is done now."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
-    """Hidden tests and how they are run: the fields of `Task` of the same meaning."""
+class PytestSuite:
+    """Hidden tests in one file, run by pytest; a work is good when every required test passes."""
 
     tests: Path
+    """Folder of the hidden tests; it never enters the agent's box."""
     test_file: str
+    """The one file of `tests` that is run."""
     testenv: Path
+    """Folder with pytest and what the tests import, apart from the package itself."""
     roots: tuple[str, ...] = (".",)
+    """Folders of the snapshot that are import roots."""
     cpu_s: int = 5
+    """CPU time the tests may take; more is the agent's failure."""
     wall_s: float = 60.0
+    """Wall time the tests may take; more is the agent's failure."""
+    fail_to_pass: tuple[str, ...] = ()
+    """Tests, as `module.Class::name`, that fail on the base and pass once it is fixed; a `Task` needs one."""
+    pass_to_pass: tuple[str, ...] = ()
+    """Tests that pass on the base and must go on passing."""
+
+    def __post_init__(self) -> None:
+        both = set(self.fail_to_pass) & set(self.pass_to_pass)
+        if both:
+            raise ValueError(f"{sorted(both)[0]} is in both fail_to_pass and pass_to_pass")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Every test that must be reported as passed."""
+        return self.fail_to_pass + self.pass_to_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A verifier that is a program of the task's own: `test.sh` in a folder, which writes a reward file."""
+
+    folder: Path
+    """Folder of `test.sh` and what it needs; it never enters the agent's box."""
+    timeout_s: float = 600.0
+    """Wall time the script may take."""
+    user: User = "root"
+    """Who the script runs as in the box."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One problem: a snapshot with a bug and without tests, and the suite that notices the bug."""
+    """One problem: what the agent is told, the snapshot it works on, and what judges the work."""
 
     id: str
     package: str
@@ -36,22 +66,16 @@ class Task:
     base: Path
     """Read-only snapshot the agent's box starts from."""
     instruction: str
-    tests: Path
-    """Folder of the hidden tests; it never enters the agent's box."""
-    test_file: str
-    """The one file of `tests` that is run."""
-    testenv: Path
-    """Folder with pytest and what the tests import, apart from the package itself."""
-    roots: tuple[str, ...] = (".",)
-    """Folders of the snapshot that are import roots."""
-    tests_cpu_s: int = 5
-    """CPU time the tests may take; more is the agent's failure."""
-    tests_s: float = 60.0
-    """Wall time the tests may take; more is the agent's failure."""
-    fail_to_pass: tuple[str, ...]
-    """Tests, as `module.Class::name`, that fail on `base` and pass once it is fixed."""
-    pass_to_pass: tuple[str, ...] = ()
-    """Tests that pass on `base` and must go on passing."""
+    verifier: PytestSuite | Script
+    """Hidden tests, or a hidden script."""
+    image: Image | None = None
+    """What the boxes' file system comes from; None for what the sandbox has by itself."""
+    workdir: Path = Path("/repo")
+    """Where the boxes show `base`."""
+    limits: Limits | None = None
+    """What each of its boxes may use; None for what recipe and verifier give. The deadline is theirs in any case."""
+    harness_s: float | None = None
+    """Wall time that the task gives the agent; None for what the recipe gives."""
     max_patch_bytes: int = 1 << 20
     """A larger change is a failure and is not run."""
     chance: float | None = None
@@ -60,28 +84,8 @@ class Task:
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ValueError(f"task {self.id}: split {self.split!r}, wanted one of {', '.join(SPLITS)}")
-        if not self.fail_to_pass:
+        if isinstance(self.verifier, PytestSuite) and not self.verifier.fail_to_pass:
             raise ValueError(f"task {self.id}: no fail_to_pass test, so nothing could tell a fix")
-        both = set(self.fail_to_pass) & set(self.pass_to_pass)
-        if both:
-            raise ValueError(f"task {self.id}: {sorted(both)[0]} is in both fail_to_pass and pass_to_pass")
-
-    @property
-    def suite(self) -> Suite:
-        """How its hidden tests are run."""
-        return Suite(
-            tests=self.tests,
-            test_file=self.test_file,
-            testenv=self.testenv,
-            roots=self.roots,
-            cpu_s=self.tests_cpu_s,
-            wall_s=self.tests_s,
-        )
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Every test that must be reported as passed."""
-        return self.fail_to_pass + self.pass_to_pass
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ import pytest
 
 from lego.errors import GateError
 from lego.records import Fidelity, Outcome
-from lego.rollout.collect import attempts, collect, refuse_faulty, refuse_unscored, solved_and_asked, tasks_of_step
+from lego.rollout.collect import (
+    Patience,
+    attempts,
+    collect,
+    refuse_faulty,
+    refuse_unscored,
+    solved_and_asked,
+    tasks_of_step,
+)
 from tests.factories import trajectory
 
 TASKS = [SimpleNamespace(id=str(i)) for i in range(5)]
@@ -17,7 +25,7 @@ TASKS = [SimpleNamespace(id=str(i)) for i in range(5)]
 async def test_no_more_trials_run_at_once_than_asked_and_results_keep_their_order():
     alive, most, heard = 0, 0, []
 
-    async def run(attempt):
+    async def run(attempt, cut):
         nonlocal alive, most
         alive += 1
         most = max(most, alive)
@@ -34,7 +42,7 @@ async def test_no_more_trials_run_at_once_than_asked_and_results_keep_their_orde
 async def test_a_bug_in_one_trial_ends_the_others():
     ended = []
 
-    async def run(attempt):
+    async def run(attempt, cut):
         if attempt.number == 1:
             raise ZeroDivisionError
         try:
@@ -45,6 +53,54 @@ async def test_a_bug_in_one_trial_ends_the_others():
     with pytest.raises(ExceptionGroup):
         await collect(attempts(TASKS[:1], 3), run, concurrency=3, done=lambda t: None)
     assert sorted(ended) == [0, 2]
+
+
+def trials_of(lengths):
+    """A `run` whose trials take the given seconds by task and number, or end at their cut."""
+
+    async def run(attempt, cut):
+        loop, wanted = asyncio.get_running_loop(), lengths.get((attempt.task.id, attempt.number), 0.0)
+        await asyncio.sleep(min(wanted, max(cut.at - loop.time(), 0.0)))
+        if loop.time() < cut.at:
+            return trajectory(attempt.task.id, 1.0)
+        return replace(trajectory(attempt.task.id, None, outcome=Outcome.CANCELLED), detail=cut.cause)
+
+    return run
+
+
+async def gathered(lengths, tasks, each, **options):
+    got = await collect(attempts(TASKS[:tasks], each), trials_of(lengths), done=lambda t: None, **options)
+    return [(t.outcome.value, t.detail) for t in got]
+
+
+async def test_a_group_that_takes_too_long_goes_on_with_what_it_has():
+    got = await gathered({("0", 1): 60.0}, 2, 2, concurrency=4, patience=Patience(group_s=0.1, step_s=30.0))
+    over = "the trials of its group took longer than budget.group_s 0.1"
+    assert got == [("solved", ""), ("cancelled", over), ("solved", ""), ("solved", "")]
+
+
+async def test_the_clock_of_a_group_starts_with_its_first_trial():
+    lengths = {("0", 0): 0.15, ("1", 0): 0.15}
+    got = await gathered(lengths, 2, 1, concurrency=1, patience=Patience(group_s=0.25, step_s=30.0))
+    assert got == [("solved", ""), ("solved", "")], "the second waited for its turn longer than it may take"
+
+
+async def test_a_step_that_takes_too_long_goes_on_with_what_it_has_and_starts_nothing_more():
+    lengths = {("1", 0): 60.0, ("2", 0): 60.0}
+    got = await gathered(lengths, 3, 1, concurrency=1, patience=Patience(group_s=30.0, step_s=0.1))
+    over = "the trials of its step took longer than budget.step_s 0.1"
+    assert got == [("solved", ""), ("cancelled", over), ("cancelled", over)]
+
+
+async def test_a_step_that_lost_too_many_trials_stops_the_run_with_the_cause():
+    lengths = {("0", 1): 60.0, ("0", 2): 60.0}
+    patience = Patience(group_s=0.05, step_s=30.0)
+    got = await collect(
+        attempts(TASKS[:1], 3), trials_of(lengths), concurrency=3, done=lambda t: None, patience=patience
+    )
+    with pytest.raises(GateError, match=r"2 of 3 trials had no verdict.*cancelled.*longer than budget\.group_s 0\.05"):
+        refuse_unscored(got, most=0.5)
+    assert solved_and_asked(got) == (1, 1), "what was cut says nothing about the policy"
 
 
 def test_each_pass_visits_every_task_once_in_an_order_of_its_own():

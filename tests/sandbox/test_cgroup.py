@@ -54,7 +54,7 @@ def test_version_2_limits_are_written_and_read_back(tmp_path: Path, monkeypatch:
     assert (folder / "memory.max").read_text() == str(3 << 29)
     assert (folder / "pids.max").read_text() == "11"
     assert (folder / "cpu.max").read_text() == "50000 100000"
-    assert group.cpu_limit() == 0.5 and group.folders == [folder]
+    assert group.folders == [folder]
     (folder / "memory.events").write_text("low 0\noom 4\noom_kill 3\noom_group_kill 0\n")
     assert group.oom_kills() == 3
     group.join(77)
@@ -65,7 +65,7 @@ def test_without_groups_nothing_is_limited_or_counted():
     group = Cgroup(Hierarchy(version="none"), "box-1")
     group.create(LIMITS)
     group.join(1)
-    assert (group.folders, group.oom_kills(), group.cpu_limit(), group.limits("pids")) == ([], 0, None, False)
+    assert (group.folders, group.oom_kills(), group.limits("pids")) == ([], 0, False)
     remove_groups([])
 
 

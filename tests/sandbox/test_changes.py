@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.base import BoxSpec, Change
-from sandbox.bubble import Bubblewrap
-from sandbox.gitsnap import apply_changes, digest, select, unified_patch
+from sandbox.base import BoxSpec, Change, Sandbox
+from sandbox.gitsnap import digest, select, unified_patch
+from sandbox.laying import apply_changes
 from sandbox.upper import TooLarge
 
 EDITS = r"""
@@ -42,7 +42,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     return rows
 
 
-async def test_every_kind_of_change_is_read_and_the_base_stays(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_every_kind_of_change_is_read_and_the_base_stays(sandbox: Sandbox, spec: BoxSpec):
     before = tree(spec.base)
     async with sandbox.open(spec) as box:
         result = await box.exec(["sh", "-c", EDITS])
@@ -71,7 +71,7 @@ async def test_every_kind_of_change_is_read_and_the_base_stays(sandbox: Bubblewr
     assert by_path["link"].content == b"/etc/passwd" and by_path["new/bytes"].content == b"\xff\0"
 
 
-async def test_a_folder_made_anew_hides_what_was_in_it(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_a_folder_made_anew_hides_what_was_in_it(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(["sh", "-c", "rm -r pkg && mkdir -p pkg/deep && echo 'A = 1' > pkg/a.py && echo c > pkg/deep/c"])
         assert as_rows(await box.changes()) == [("pkg/deep/b.py", "deleted"), ("pkg/deep/c", "file")]
@@ -80,14 +80,14 @@ async def test_a_folder_made_anew_hides_what_was_in_it(sandbox: Bubblewrap, spec
         assert as_rows(await box.changes()) == [(path, "deleted") for path in gone]
 
 
-async def test_renamed_folders_are_deletions_and_files(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_renamed_folders_are_deletions_and_files(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(["mv", "pkg", "lib"])
         rows = as_rows(await box.changes())
         assert ("lib/deep/b.py", "file") in rows and ("pkg/deep/b.py", "deleted") in rows
 
 
-async def test_what_the_box_made_unreadable_is_read(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_what_the_box_made_unreadable_is_read(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(["sh", "-c", "mkdir d; echo 1 > d/f; chmod 0 d/f d"])
         changes = {str(change.path): change for change in await box.changes()}
@@ -95,7 +95,7 @@ async def test_what_the_box_made_unreadable_is_read(sandbox: Bubblewrap, spec: B
         assert (await box.exec(["stat", "-c", "%a", "d"])).stdout == b"0\n"
 
 
-async def test_too_much_or_too_deep_is_an_error_of_its_own(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_too_much_or_too_deep_is_an_error_of_its_own(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(["sh", "-c", "truncate -s 300G hole || truncate -s 100M hole"])
         with pytest.raises(TooLarge, match="more than 1000 bytes"):
@@ -105,9 +105,13 @@ async def test_too_much_or_too_deep_is_an_error_of_its_own(sandbox: Bubblewrap, 
         assert (await box.exec(["mkdir", "-p", "d/" * 300])).code == 0
         with pytest.raises(TooLarge, match="deep"):
             await box.changes()
+        await box.exec(["rm", "-r", "d"])
+        assert (await box.exec(["mkdir", "-p", f"{'d' * 200}/" * 12])).code == 0
+        with pytest.raises(TooLarge, match="paths of more than"):
+            await box.changes()
 
 
-async def test_changes_can_be_read_while_programs_write(sandbox: Bubblewrap, spec: BoxSpec, tmp_path: Path):
+async def test_changes_can_be_read_while_programs_write(sandbox: Sandbox, spec: BoxSpec, tmp_path: Path):
     (tmp_path / "secret").write_text("host secret")
     swap = f"(while :; do rm -rf s; mkdir s; touch s/secret; rm -rf s; ln -s {tmp_path} s; done) 2>/dev/null &"
     async with sandbox.open(spec) as box:
@@ -116,7 +120,7 @@ async def test_changes_can_be_read_while_programs_write(sandbox: Bubblewrap, spe
             assert all(b"host secret" not in change.content for change in await box.changes())
 
 
-async def test_a_change_set_put_into_a_fresh_box_gives_the_same_tree(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_a_change_set_put_into_a_fresh_box_gives_the_same_tree(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(
             ["sh", "-c", EDITS + "rm README; mkdir README; touch README/in; chmod 555 README; chmod 700 pkg"]
@@ -130,7 +134,7 @@ async def test_a_change_set_put_into_a_fresh_box_gives_the_same_tree(sandbox: Bu
         assert await untouched.changes() == ()
 
 
-async def test_a_change_set_cannot_leave_its_folder(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_a_change_set_cannot_leave_its_folder(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         for path in ("../out", "/etc/x", "a/../../b", "."):
             with pytest.raises(ValueError, match="path="):
@@ -152,7 +156,7 @@ def test_what_is_excluded_cannot_be_changed_on_a_detour():
     assert as_rows(kept) == [("src/a.py", "file")]
 
 
-async def test_a_deleted_folder_keeps_the_files_that_a_filter_protects(sandbox: Bubblewrap, spec: BoxSpec):
+async def test_a_deleted_folder_keeps_the_files_that_a_filter_protects(sandbox: Sandbox, spec: BoxSpec):
     async with sandbox.open(spec) as box:
         await box.exec(["rm", "-r", "pkg"])
         changes = select(await box.changes(), lambda path: path.name == "b.py")
@@ -162,7 +166,7 @@ async def test_a_deleted_folder_keeps_the_files_that_a_filter_protects(sandbox: 
         assert as_rows(await fresh.changes()) == [("pkg/a.py", "deleted")]
 
 
-async def test_the_patch_is_what_git_applies_and_always_the_same(sandbox: Bubblewrap, spec: BoxSpec, tmp_path: Path):
+async def test_the_patch_is_what_git_applies_and_always_the_same(sandbox: Sandbox, spec: BoxSpec, tmp_path: Path):
     async with sandbox.open(spec) as box:
         await box.exec(["sh", "-c", EDITS + "echo '* -diff filter=evil' > .gitattributes"])
         changes = await box.changes()
@@ -184,7 +188,7 @@ def executable(change: Change) -> int:
     return stat.S_IXUSR & change.mode
 
 
-async def run_git_apply(sandbox: Bubblewrap, spec: BoxSpec, patch: str) -> tuple[Change, ...]:
+async def run_git_apply(sandbox: Sandbox, spec: BoxSpec, patch: str) -> tuple[Change, ...]:
     async with sandbox.open(spec) as fresh:
         result = await fresh.exec(["git", "apply", "-"], stdin=patch.encode())
         assert result.code == 0, result.stderr

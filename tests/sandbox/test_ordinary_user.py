@@ -56,7 +56,7 @@ def test_everything_holds_for_an_ordinary_user_too(home: Path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-12000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

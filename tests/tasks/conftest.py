@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lego.tasks.task import Task
+from lego.tasks.task import PytestSuite, Task
 from sandbox.base import Change
 from sandbox.bubble import Bubblewrap
+from tests.sandbox.conftest import podman_sandbox  # noqa: F401
 
 SOURCE = """
 def largest(numbers):
@@ -61,14 +64,26 @@ def toy(tmp_path: Path, testenv: Path) -> Task:
         digest="toy-1",
         base=base,
         instruction="toy/__init__.py:2 test_largest fails.",
-        tests=tests,
-        test_file="tests/test_toy.py",
-        testenv=testenv,
-        fail_to_pass=("tests.test_toy::test_largest",),
-        pass_to_pass=("tests.test_toy.TestDouble::test_double",),
-        tests_cpu_s=3,
-        tests_s=30.0,
+        verifier=PytestSuite(
+            tests=tests,
+            test_file="tests/test_toy.py",
+            testenv=testenv,
+            fail_to_pass=("tests.test_toy::test_largest",),
+            pass_to_pass=("tests.test_toy.TestDouble::test_double",),
+            cpu_s=3,
+            wall_s=30.0,
+        ),
     )
+
+
+def suite_of(task: Task) -> PytestSuite:
+    assert isinstance(task.verifier, PytestSuite)
+    return task.verifier
+
+
+def judged_by(task: Task, **changes: Any) -> Task:
+    """The task with other fields of its suite."""
+    return replace(task, verifier=replace(suite_of(task), **changes))
 
 
 def changed(path: str, text: str | bytes, kind: str = "file", mode: int = 0o644) -> Change:

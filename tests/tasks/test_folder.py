@@ -32,7 +32,11 @@ async def build(source):
 async def test_a_folder_becomes_tasks_with_a_digest_of_their_content(tmp_path):
     source = write(tmp_path)
     (task,) = await build(source)
-    assert (task.id, task.fail_to_pass, task.base) == ("one", ("test_toy::test_a",), (tmp_path / "one/base").resolve())
+    assert (task.id, task.verifier.fail_to_pass, task.base) == (
+        "one",
+        ("test_toy::test_a",),
+        (tmp_path / "one/base").resolve(),
+    )
     (tmp_path / "one/base/toy.py").write_text("x = 2\n")
     (changed,) = await build(source)
     assert changed.digest != task.digest

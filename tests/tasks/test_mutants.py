@@ -23,7 +23,7 @@ from lego.tasks.mutants import DemoTasks
 from lego.tasks.pip import Pin
 from lego.tasks.verdict import grade
 from sandbox.bubble import Bubblewrap
-from tests.tasks.conftest import FIXED, TESTS, changed
+from tests.tasks.conftest import FIXED, TESTS, changed, suite_of
 
 BACKEND = """
 import pathlib
@@ -130,8 +130,8 @@ async def test_a_build_gives_a_verified_task_and_the_second_is_from_the_cache(de
     assert said[-1][0] == said[-1][1] == 4
     (task,) = tasks
     assert task.instruction == "toy/__init__.py:2 test_largest fails."
-    assert task.fail_to_pass == ("tests.test_toy::test_largest",)
-    assert task.pass_to_pass == ("tests.test_toy.TestDouble::test_double",)
+    assert suite_of(task).fail_to_pass == ("tests.test_toy::test_largest",)
+    assert suite_of(task).pass_to_pass == ("tests.test_toy.TestDouble::test_double",)
     assert (task.split, task.chance, task in tasks.train) == ("train", 0.5, True)
     assert [str(p.relative_to(task.base)) for p in sorted(task.base.rglob("*.py"))] == ["backend.py", "toy/__init__.py"]
     subprocess.run(["sed", "-n", "3{/min(/!q1}", str(task.base / "toy/__init__.py")], check=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lego.tasks import mutate, report, sdist
-from lego.tasks.verdict import pytest_arguments
+from lego.tasks.pytest_verifier import pytest_arguments
 
 FEWEST, MOST = 3, 6
 """Candidate edits in a task's view."""
@@ -35,6 +35,8 @@ PER_FILE = 4
 TRAIN, HELDOUT = 24, 12
 PER_EDIT = 6
 """Tasks with the same bug: without a bound, one answer would solve half of them."""
+NONCE, CANARY = "find", "test_that_must_fail"
+"""For the witness; nobody here wants to cheat."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,12 @@ class Runner:
     def source(self, path: str) -> str:
         return (self.base / path).read_bytes().decode()
 
-    def run(self, test_file: str, path: str, source: str) -> tuple[report.Report | None, int, float]:
-        """Report, exit status and CPU seconds of one run with `path` holding `source`."""
+    def run(self, test_file: str, path: str, source: str) -> tuple[report.Report | None, float]:
+        """Report and CPU seconds of one run with `path` holding `source`; None for a run that did not end well."""
         original = (self.base / path).read_bytes()
         (self.base / path).write_bytes(source.encode())
-        out = self.work / "report.xml"
-        out.unlink(missing_ok=True)
+        out = self.work / "record"
+        out.write_bytes(b"")
         try:
             child = os.fork()
             if child == 0:
@@ -116,8 +118,8 @@ class Runner:
             (self.base / path).write_bytes(original)
         spent = usage.ru_utime + usage.ru_stime
         self.runs, self.cpu_s = self.runs + 1, self.cpu_s + spent
-        found = report.parse(out.read_bytes()) if out.exists() else None
-        return found, os.waitstatus_to_exitcode(status), spent
+        found, code = report.read(out.read_bytes()), os.waitstatus_to_exitcode(status)
+        return found if report.believed(found, code) else None, spent
 
     def _child(self, test_file: str, out: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (3, 4))
@@ -130,15 +132,21 @@ class Runner:
         os.chdir(self.base)
         import pytest
 
-        os._exit(pytest.main(pytest_arguments(self.hidden, test_file, out)))
+        from lego.tasks.witness import Witness
+
+        stream = os.open(out, os.O_WRONLY | os.O_APPEND)
+        witness = Witness(stream, NONCE, CANARY, str(self.hidden / test_file), twin=False)
+        status = int(pytest.main(pytest_arguments(self.hidden, test_file), plugins=[witness]))
+        witness.say("finish", status)
+        os._exit(status)
 
 
 def found_in(runner: Runner, path: str, test_file: str, rng: random.Random) -> Iterator[Found]:
     """At most one task for each function of a file, in random order."""
     source = runner.source(path)
-    good, status, cpu_s = runner.run(test_file, path, source)
-    if status != 0 or good is None or cpu_s > MAX_CPU_S:
-        print(f"  {path}: {test_file} skipped: status {status}, {cpu_s:.2f} CPU-s", flush=True)
+    good, cpu_s = runner.run(test_file, path, source)
+    if good is None or good.failed or cpu_s > MAX_CPU_S:
+        print(f"  {path}: {test_file} skipped: {good.failed if good else 'no report'}, {cpu_s:.2f} CPU-s", flush=True)
         return
     listed = [f for f in mutate.functions(source, path) if f.end <= 999]
     rng.shuffle(listed)
@@ -162,13 +170,13 @@ def usable(runner: Runner, f: mutate.Function, bug: mutate.Edit, source: str, te
         return 0
     if mutate.Function(f.path, f.name, f.line, f.end) not in mutate.functions(broken, f.path):
         return 0
-    seen, status, _ = runner.run(test_file, f.path, broken)
-    if status != 1 or seen is None or not seen.failed or not passed & set(seen.passed):
+    seen, _ = runner.run(test_file, f.path, broken)
+    if seen is None or not seen.failed or not passed & set(seen.passed):
         return 0
     for other in edits:
         if other == back:
             continue
-        result, _, cpu_s = runner.run(test_file, f.path, mutate.apply(broken, other))
+        result, cpu_s = runner.run(test_file, f.path, mutate.apply(broken, other))
         if cpu_s > 2.0 or (result is not None and passed <= set(result.passed)):
             return 0
     return len(edits)

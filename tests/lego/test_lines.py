@@ -1,0 +1,28 @@
+"""Files of JSON lines, cut off wherever a crash likes."""
+
+from pathlib import Path
+
+import pytest
+
+from lego.errors import UsageError
+from lego.lines import append, rows
+
+
+def test_a_file_survives_a_crash_within_a_line(tmp_path: Path):
+    file = tmp_path / "folder" / "kept.jsonl"
+    assert list(rows(file)) == []
+    append(file, {"n": 1})
+    append(file, {"n": 2, "text": "ä" * 30})
+    file.write_bytes(file.read_bytes()[:-20])
+    assert list(rows(file)) == [{"n": 1}]
+    append(file, {"n": 3})
+    assert list(rows(file)) == [{"n": 1}, {"n": 3}]
+
+
+def test_what_is_not_json_lines_of_records_is_refused(tmp_path: Path):
+    file = tmp_path / "kept.jsonl"
+    file.write_text("[1]\n")
+    with pytest.raises(UsageError, match=r"kept\.jsonl:1"):
+        list(rows(file))
+    with pytest.raises(ValueError):
+        append(file, {"value": float("nan")})
