@@ -113,12 +113,19 @@ def npm_flags() -> tuple[str, ...]:
     return (*quiet, "--fetch-retries=2", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=5000")
 
 
-def wheel_installer(target: Path, requirements: Path) -> tuple[str, ...]:
-    """The command that unpacks hash-pinned wheels below `target`, with whichever client this Python has."""
+def wheel_installer(target: Path, requirements: Path, python: str | None = None) -> tuple[str, ...]:
+    """The command that unpacks hash-pinned wheels below `target`, with whichever client this Python has.
+
+    The wheels are those for the version `python`, or for this one.
+    """
     common = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--target", str(target), "-r", str(requirements))
+    if python is not None:
+        common += ("--python-version", python)
     if importlib.util.find_spec("pip") is not None:
         quiet = ("--quiet", "--disable-pip-version-check", "--no-compile", "--no-input", "--retries=2")
-        return (sys.executable, "-m", "pip", "install", *quiet, *common)
+        # pip compares what a wheel requires with its own Python, not with the one that is asked for.
+        other = () if python is None else ("--ignore-requires-python",)
+        return (sys.executable, "-m", "pip", "install", *quiet, *other, *common)
     uv = shutil.which("uv")
     if uv is not None:
         return (uv, "pip", "install", "--quiet", "--link-mode=copy", "--python", sys.executable, *common)

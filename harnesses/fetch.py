@@ -22,17 +22,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from harnesses import clients, node
+from harnesses import clients, node, python
 from harnesses.clients import FetchError, Progress
 from harnesses.known import KNOWN
 from harnesses.packages import (
     INTERPRETED,
     LOCKS,
     Fetchable,
+    HostPython,
     NpmTarball,
     NpmTree,
     Part,
     Wheel,
+    WheelTree,
     folder_of,
     home_of,
     is_fetched,
@@ -68,7 +70,7 @@ def _fetch(harness: Fetchable, cache: Path, progress: Progress) -> None:
         "version": harness.version,
         "says": says,
         "bytes": size,
-        "parts": {folder.name: _pin(part) for folder, part in zip(folders, harness.parts, strict=True)},
+        "parts": {folder.name: _pin(part, folder) for folder, part in zip(folders, harness.parts, strict=True)},
     }
     with _partial(home_of(cache)) as partial:
         (partial / "record").write_text(json.dumps(record, indent=2) + "\n")
@@ -114,12 +116,17 @@ def _installed(part: Part, cache: Path, progress: Progress) -> Path:
     with _partial(home_of(cache)) as partial:
         ready = partial / "ready"
         ready.mkdir()
-        if isinstance(part, NpmTarball):
-            _install_tarball(part, partial, ready, _npm(cache, progress), progress)
-        elif isinstance(part, NpmTree):
-            _install_tree(part, ready, _npm(cache, progress), progress)
-        else:
-            _install_wheel(part, partial, ready, progress)
+        match part:
+            case NpmTarball():
+                _install_tarball(part, partial, ready, _npm(cache, progress), progress)
+            case NpmTree():
+                _install_tree(part, ready, _npm(cache, progress), progress)
+            case Wheel():
+                _install_wheel(part, partial, ready, progress)
+            case HostPython():
+                python.install(part, ready, progress)
+            case WheelTree():
+                _install_wheels(part, ready, _installed(part.python, cache, progress), progress)
         ready.replace(folder)
     return folder
 
@@ -160,9 +167,7 @@ def _unpack(tarball: Path, keep: Sequence[str], ready: Path, spec: str) -> None:
 
 
 def _install_tree(part: NpmTree, ready: Path, npm: tuple[str, ...], progress: Progress) -> None:
-    lock = (LOCKS / part.lock).read_bytes()
-    if hashlib.sha256(lock).hexdigest() != part.sha256:
-        raise FetchError(f"{LOCKS / part.lock}: was changed, its hash is not the pinned one")
+    lock = _lock(part)
     (ready / "package-lock.json").write_bytes(lock)
     (ready / "package.json").write_text(json.dumps({**json.loads(lock)["packages"][""], "private": True}))
     step = f"npm ci of {part.name}@{part.version}"
@@ -177,6 +182,14 @@ def _install_tree(part: NpmTree, ready: Path, npm: tuple[str, ...], progress: Pr
     if found != part.files_sha256:
         reason = "the disk is full" if full else f"the installed files are not the pinned ones: sha256 {found}"
         raise FetchError(f"{step}: {reason}")
+
+
+def _lock(part: NpmTree | WheelTree) -> bytes:
+    """The part's lock file; FetchError where it is not the pinned one."""
+    lock = (LOCKS / part.lock).read_bytes()
+    if hashlib.sha256(lock).hexdigest() != part.sha256:
+        raise FetchError(f"{LOCKS / part.lock}: was changed, its hash is not the pinned one")
+    return lock
 
 
 def tree_digest(folder: Path) -> str:
@@ -199,6 +212,22 @@ def _install_wheel(part: Wheel, partial: Path, ready: Path, progress: Progress) 
             raise FetchError(f"{step}: {kept} is not in the wheel")
         (ready / kept).parent.mkdir(parents=True, exist_ok=True)
         (unpacked / kept).replace(ready / kept)
+
+
+def _install_wheels(part: WheelTree, ready: Path, interpreter: Path, progress: Progress) -> None:
+    _lock(part)
+    kind, version = platform.libc_ver()
+    if kind != "glibc" or tuple(map(int, version.split("."))) < part.glibc:
+        wanted = ".".join(map(str, part.glibc))
+        raise FetchError(
+            f"{part.name} {part.version} needs the C library glibc {wanted} or newer, this machine has {kind} {version}"
+        )
+    step = f"install of {part.name}=={part.version}"
+    argv = clients.wheel_installer(ready, LOCKS / part.lock, part.python.version)
+    clients.run(argv, step=step, folder=ready, progress=progress)
+    # Their first lines name the interpreter that installed them.
+    shutil.rmtree(ready / "bin", ignore_errors=True)
+    python.compile_all(interpreter, ready, step=part.name, progress=progress)
 
 
 def _started(harness: Fetchable, folders: Sequence[Path]) -> str:
@@ -229,8 +258,14 @@ def _digest(file: Path, kind: str) -> bytes:
         return hashlib.file_digest(content, kind).digest()
 
 
-def _pin(part: Part) -> str:
-    return f"sha512-{part.sha512}" if isinstance(part, NpmTarball) else f"sha256:{part.sha256}"
+def _pin(part: Part, folder: Path) -> str:
+    match part:
+        case NpmTarball():
+            return f"sha512-{part.sha512}"
+        case HostPython():
+            return (folder / python.ORIGIN).read_text().strip()
+        case _:
+            return f"sha256:{part.sha256}"
 
 
 def main(argv: Sequence[str]) -> int:

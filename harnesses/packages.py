@@ -55,7 +55,34 @@ class Wheel:
     machine: str = INTERPRETED
 
 
-Part = NpmTarball | NpmTree | Wheel
+@dataclass(frozen=True, kw_only=True)
+class HostPython:
+    """An interpreter that is copied from the machine, as no registry has one."""
+
+    name: str
+    version: str
+    """Major and minor."""
+    machine: str = INTERPRETED
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelTree:
+    """A package of the Python index with all that its runs import, as a lock file names and hashes their wheels."""
+
+    name: str
+    version: str
+    lock: str
+    """Name of the lock file in `harnesses/locks`."""
+    sha256: str
+    """Hash of the lock file, in hexadecimal digits."""
+    python: HostPython
+    """What the wheels are made for."""
+    glibc: tuple[int, int]
+    """The oldest C library that the wheels run with."""
+    machine: str = INTERPRETED
+
+
+Part = NpmTarball | NpmTree | Wheel | HostPython | WheelTree
 
 
 class Fetchable(Protocol):

@@ -392,7 +392,8 @@ def _api_key(request: web.BaseRequest) -> str:
 
 def _hint(headers: Mapping[str, str]) -> Drift:
     """What the labels of a request say it is, where a harness sends labels."""
-    if '"compact' in headers.get("x-codex-turn-metadata", ""):
+    # The second is set by our own programs that run a harness in its box.
+    if '"compact' in headers.get("x-codex-turn-metadata", "") or headers.get("x-lego-request") == "compaction":
         return Drift.COMPACTION
     labels = ("x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id")
     return Drift.SUBAGENT if any(label in headers for label in labels) else Drift.NONE

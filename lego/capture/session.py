@@ -29,6 +29,8 @@ SUPERSEDED = "superseded"
 SIDE_REQUEST = "side_request"
 UNFINISHED = frozenset({CANCELLED, ENGINE_ERROR})
 """Turns that never became an answer."""
+UNHEARD = UNFINISHED | {UNDELIVERED}
+"""Turns that the harness knows nothing of: it asks again, and that is the turn that counts."""
 MOST_CHARACTERS = 32
 """Taken for more than a token has on average over a whole prompt; a guess that only refuses megabytes early."""
 
@@ -287,7 +289,7 @@ class Session:
         return plan
 
     def _check_turns(self, aside: bool) -> None:
-        done = (p for t, p in zip(self._turns, self._plans, strict=True) if t.rejected not in UNFINISHED)
+        done = (p for t, p in zip(self._turns, self._plans, strict=True) if t.rejected not in UNHEARD)
         used = sum(self._aside(plan) == aside for plan in (*done, *self._open.values()))
         if used >= self.limits.max_turns:
             raise LimitReached(Outcome.TURN_LIMIT, f"{used} model calls, limit {self.limits.max_turns}")

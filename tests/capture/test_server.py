@@ -330,6 +330,26 @@ def test_an_engine_failure_is_told_and_kept_for_the_trial(renderer):
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("label", "trained"),
+    [({}, False), ({"x-lego-request": "compaction"}, True), ({"x-codex-turn-metadata": '{"kind":"compaction"}'}, True)],
+)
+def test_a_call_without_tools_is_trained_where_its_label_says_that_it_compacts(renderer, label, trained):
+    async def main():
+        async with trial(renderer, [CALL, DONE]) as (_, handle):
+            client = openai.AsyncOpenAI(base_url=handle.url + "/v1", api_key="x", max_retries=0)
+            user = {"role": "user", "content": "U"}
+            await client.chat.completions.create(model="m", messages=[user], tools=CHAT_TOOLS)
+            asked = {"role": "user", "content": "Sum up: it listed the files."}
+            await client.chat.completions.create(model="m", messages=[asked], extra_headers=label)
+            fidelity = handle.session.fidelity()
+            assert (fidelity.trained == fidelity.sampled) is trained
+            drift = Drift.COMPACTION if trained else Drift.SIDE_REQUEST
+            assert handle.session.turns[-1].drift is drift
+
+    run(main())
+
+
 def test_a_malformed_call_reaches_the_harness_and_its_repair_still_joins(renderer):
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls", }\n</tool_call><|im_end|>'
 

@@ -351,6 +351,15 @@ def test_calls_in_flight_count_against_the_turn_limit_and_failed_ones_do_not(ren
     s.plan((Message("user", "W"),), TOOLS)
 
 
+def test_an_answer_that_did_not_arrive_is_no_turn_of_the_limit_but_its_retry_is(renderer):
+    s = session(renderer, max_turns=1)
+    turn, _ = call(s, renderer, [USER])
+    s.lost(turn.index)
+    call(s, renderer, [USER])
+    with pytest.raises(LimitReached, match="1 model calls, limit 1"):
+        s.plan((USER,), TOOLS)
+
+
 def test_side_requests_have_an_allowance_of_their_own(renderer):
     s = session(renderer, max_turns=1)
     call(s, renderer, [USER])

@@ -5,6 +5,7 @@ import pytest
 from harnesses.base import Endpoint
 from harnesses.fetch import DEFAULT_CACHE, fetch
 from harnesses.known import KNOWN
+from harnesses.packages import WheelTree
 from sandbox.base import BoxSpec
 from sandbox.bubble import Bubblewrap
 
@@ -16,9 +17,10 @@ def endpoint() -> Endpoint:
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """A cache with every known harness, fetched where it is missing."""
+    """A cache with every known harness, fetched where it is missing, but those of wheels: their own tests do that."""
     for kind in KNOWN.values():
-        fetch(kind(), DEFAULT_CACHE)
+        if not any(isinstance(part, WheelTree) for part in kind().parts):
+            fetch(kind(), DEFAULT_CACHE)
     return DEFAULT_CACHE
 
 

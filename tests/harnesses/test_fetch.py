@@ -3,8 +3,10 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
+import subprocess
 import sys
 import tarfile
 import threading
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from harnesses import clients, pi, qwen
+from harnesses import clients, mini, openhands, pi, python, qwen, terminus
 from harnesses import fetch as fetching
 from harnesses.base import HarnessNotFetched
 from harnesses.codex import Codex
 from harnesses.fetch import FetchError, fetch
-from harnesses.packages import LOCKS, NpmTarball, Part, Wheel, home_of, locate, record_of
+from harnesses.packages import LOCKS, NpmTarball, Part, Wheel, WheelTree, home_of, locate, record_of
 from harnesses.pi import Pi
+from harnesses.python import PYTHON
 
 PROGRAM = b"#!/bin/sh\necho toy 1.0\n"
 NPM = f"""#!{sys.executable}
@@ -42,6 +45,7 @@ if arguments[0] == "ci":
 shutil.copy(here / "toy.tgz", arguments[arguments.index("--pack-destination") + 1])
 """
 LOCKED = (("pi", pi.LOCK_SHA256), ("qwen", qwen.LOCK_SHA256))
+WHEELS = (("mini", mini.LOCK_SHA256), ("openhands", openhands.LOCK_SHA256), ("terminus", terminus.LOCK_SHA256))
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,7 @@ def _wheel(folder: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("toywheel/bin/tool", "tool")
         archive.writestr("toywheel/lib/rest", "rest")
+        archive.writestr("toywheel/__init__.py", "")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toywheel\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in archive.namelist()))
@@ -263,14 +268,96 @@ def _wheel(folder: Path) -> Path:
 
 def test_every_package_of_a_lock_file_has_a_hash_and_no_address() -> None:
     pins = {f"{name}-{version}.json": sha256 for name, locks in LOCKED for version, sha256 in locks.items()}
+    pins |= {f"{name}-{version}.txt": sha256 for name, locks in WHEELS for version, sha256 in locks.items()}
     assert pins.keys() == {path.name for path in LOCKS.iterdir()}
     for name, sha256 in pins.items():
         content = (LOCKS / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == sha256
+        if name.endswith(".txt"):
+            assert all(
+                re.fullmatch(r"[a-z0-9-]+==\S+ --hash=sha256:[0-9a-f]{64}", x)
+                for x in content.decode().split("\n")[:-1]
+            )
+            continue
         packages = json.loads(content)["packages"]
         packages.pop("")
         assert all(package["integrity"].startswith("sha512-") for package in packages.values())
         assert b"://" not in b"".join(line for line in content.splitlines() if b'"resolved"' in line)
+
+
+def _tree(folder: Path, monkeypatch: pytest.MonkeyPatch, lock: str) -> WheelTree:
+    """A tree of one wheel, which the client finds in `folder`."""
+    for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(folder))):
+        monkeypatch.setenv(f"PIP_{name}", value)
+        monkeypatch.setenv(f"UV_{name}", value)
+    monkeypatch.setattr(fetching, "LOCKS", folder)
+    (folder / "toy.txt").write_text(lock)
+    sha256 = hashlib.sha256(lock.encode()).hexdigest()
+    return WheelTree(name="toywheel", version="1.0", lock="toy.txt", sha256=sha256, python=PYTHON, glibc=(2, 17))
+
+
+@dataclass(frozen=True)
+class ToyModule(Toy):
+    """A harness of one Python module."""
+
+    def starts(self, folders: Sequence[Path]) -> tuple[str, ...]:
+        return python.says_version(folders, "toywheel", "toywheel")
+
+
+@pytest.mark.skipif(find_spec("pip") is None and shutil.which("uv") is None, reason="neither pip nor uv")
+def test_a_tree_of_wheels_is_installed_compiled_and_started_by_its_own_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256 = hashlib.sha256(_wheel(tmp_path).read_bytes()).hexdigest()
+    tree = _tree(tmp_path, monkeypatch, f"toywheel==1.0 --hash=sha256:{sha256}\n")
+    toy, cache = ToyModule(parts=(PYTHON, tree), version="1.0"), tmp_path / "cache"
+    folder = fetch(toy, cache)
+    assert [path.name for path in (folder / "toywheel/__pycache__").iterdir()] == ["__init__.cpython-312.pyc"]
+    record = json.loads(record_of(toy, cache).read_text())
+    assert record["says"] == "toywheel 1.0"
+    assert any(re.match(r"copy of Python 3\.12\.\d+, /", pin) for pin in record["parts"].values())
+
+
+@pytest.mark.skipif(find_spec("pip") is None and shutil.which("uv") is None, reason="neither pip nor uv")
+def test_a_wheel_of_a_tree_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wheel(tmp_path)
+    tree = _tree(tmp_path, monkeypatch, f"toywheel==1.0 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(FetchError, match=r"install of toywheel==1.0: what the registry sent is not what is pinned"):
+        fetch(ToyModule(parts=(tree,)), tmp_path / "cache")
+    assert not any(name.startswith("toywheel") for name in _left(tmp_path / "cache"))
+
+
+def test_a_changed_lock_of_a_tree_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = _tree(tmp_path, monkeypatch, "toywheel==1.0\n")
+    (tmp_path / "toy.txt").write_text("toywheel==2.0\n")
+    with pytest.raises(FetchError, match="was changed, its hash is not the pinned one"):
+        fetch(ToyModule(parts=(tree,)), tmp_path / "cache")
+
+
+def test_a_c_library_too_old_for_the_wheels_is_named_before_any_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = replace(_tree(tmp_path, monkeypatch, "toywheel==1.0\n"), glibc=(9, 99))
+    with pytest.raises(
+        FetchError, match=r"toywheel 1.0 needs the C library glibc 9.99 or newer, this machine has glibc"
+    ):
+        fetch(ToyModule(parts=(tree,)), tmp_path / "cache")
+
+
+def test_without_a_python_of_the_version_the_error_says_where_it_looked_and_what_to_do() -> None:
+    with pytest.raises(
+        FetchError, match=r"no Python 3\.99 on this machine to copy \(looked at /.*python.*uv python install"
+    ):
+        python.find("3.99")
+
+
+def test_the_copied_python_needs_nothing_of_the_place_it_runs_in(tmp_path: Path) -> None:
+    python.install(PYTHON, tmp_path, lambda line: None)
+    imports = "import ssl, sqlite3, ctypes, lzma, curses; ctypes.CDLL('libstdc++.so.6')"
+    maps = "print(*{line.split()[-1] for line in open('/proc/self/maps') if '.so' in line})"
+    argv = (*python.command(tmp_path), "-c", f"{imports}; {maps}")
+    loaded = subprocess.run(argv, capture_output=True, text=True, check=True, env={}).stdout.split()
+    assert loaded and all(path.startswith(str(tmp_path)) for path in loaded)
 
 
 def test_a_harness_that_is_not_there_names_the_command_that_fetches_it(tmp_path: Path) -> None:
