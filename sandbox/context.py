@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from sandbox.base import BuiltImage
+from sandbox.base import BuiltImage, SandboxError
 
 ARG = re.compile(r"ARG\s+(\w+)=(\S+)", re.IGNORECASE)
 FROM = re.compile(r"FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE)
@@ -21,7 +21,7 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 def write_context(image: BuiltImage, file: IO[bytes]) -> str:
     """Writes the tar and returns a digest of it, of the Dockerfile's path and of the network flag.
 
-    Times and owners are left out, and so is what `.dockerignore` names. ValueError where there is no such Dockerfile.
+    Times and owners are left out, and so is what `.dockerignore` names. SandboxError where there is no such Dockerfile.
     """
     path = dockerfile(image)
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -37,10 +37,10 @@ def write_context(image: BuiltImage, file: IO[bytes]) -> str:
 
 
 def dockerfile(image: BuiltImage) -> Path:
-    """Where the Dockerfile lies; ValueError when that is not a file in the context."""
+    """Where the Dockerfile lies; SandboxError when that is not a file in the context."""
     path = image.context / image.dockerfile
     if not path.is_file() or not path.resolve().is_relative_to(image.context.resolve()):
-        raise ValueError(f"dockerfile={image.dockerfile}: want a file in context={image.context}")
+        raise SandboxError(f"image: dockerfile={image.dockerfile}: want a file in context={image.context}")
     return path
 
 

@@ -57,12 +57,13 @@ class Docker:
         return probe(self, image)
 
     def missing(self) -> str | None:
-        """What this host surely lacks, and the command that brings it. Quick; asks no daemon."""
+        """What this host or `image` surely lacks, and the command that brings it. Quick; asks no daemon."""
         if os.geteuid() != 0:
             return _not_root()
         if not find_spec("aiodocker"):
             return NO_PACKAGE
-        return None if os.access(self.socket, os.R_OK | os.W_OK) else unreachable(self.socket)
+        reachable = os.access(self.socket, os.R_OK | os.W_OK)
+        return store.unusable(self.image) if reachable else unreachable(self.socket)
 
     async def prepare(self, images: Iterable[Image], progress: Progress = no_progress) -> None:
         """Fetches, imports or builds what is not in the daemon's store yet."""

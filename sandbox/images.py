@@ -131,6 +131,18 @@ async def _name(engine: Engine, image: Image, *, again: bool = False) -> str:
     return f"{BUILT}:{hashlib.sha256(' '.join([digest, *bases]).encode()).hexdigest()[:DIGITS]}"
 
 
+def unusable(image: Image | None) -> str | None:
+    """What is wrong with an image that no engine has to be asked about; None where nothing is."""
+    try:
+        if isinstance(image, FolderImage):
+            _check_folder(image.path)
+        elif isinstance(image, BuiltImage):
+            dockerfile(image)
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
 def _digest(image: FolderImage | BuiltImage) -> str:
     if isinstance(image, FolderImage):
         return _folder_digest(image.path)
@@ -139,13 +151,17 @@ def _digest(image: FolderImage | BuiltImage) -> str:
 
 
 def _folder_digest(path: Path) -> str:
-    if not path.is_dir():
-        raise ValueError(f"path={path}: want a folder with the files of an image")
+    _check_folder(path)
     digest = hashlib.sha256(os.fsencode(path.resolve()))
     for name, status in _entries(path):
         facts = (status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         digest.update(b"\0" + os.fsencode(name) + repr(facts).encode())
     return digest.hexdigest()
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise SandboxError(f"image: path={path}: no such folder; want an unpacked root file system")
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

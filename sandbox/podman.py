@@ -55,14 +55,14 @@ class Podman:
         return probe(self, image)
 
     def missing(self) -> str | None:
-        """What this host surely lacks, and the command that brings it. Quick; starts no service."""
+        """What this host or `image` surely lacks, and the command that brings it. Quick; starts no service."""
         try:
             program()
             if self.runtime is None:
                 default_runtime()
         except SandboxError as error:
             return str(error)
-        return None if find_spec("podman") else NO_PACKAGE
+        return store.unusable(self.image) if find_spec("podman") else NO_PACKAGE
 
     async def prepare(self, images: Iterable[Image], progress: Progress = no_progress) -> None:
         """Fetches, imports or builds what is not in the store yet."""

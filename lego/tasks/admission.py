@@ -176,15 +176,24 @@ def refusal(runs: _Runs, days: int) -> str:
         return f"flaky: {unchanged} of {tries} runs of the unchanged base are judged solved"
     reference = tries if runs.reference is None else _solved(runs.reference)
     if runs.reference and not reference:
-        return f"reference fails: {runs.reference[-1].log[-LOG_CHARACTERS:].strip()}"
+        return f"reference fails: {_why(runs.reference[-1])}"
     if reference < tries:
         return f"flaky: {reference} of {tries} runs of the reference solution are judged solved"
     if runs.later and _solved(runs.later[:1]):
         return f"depends on the date: the unchanged base is judged solved {days} days later"
     if runs.later and not _solved(runs.later[1:]):
-        said = runs.later[1].log[-LOG_CHARACTERS:].strip()
+        said = _why(runs.later[1])
         return f"depends on the date: the reference solution fails {days} days later: {said}"
     return ""
+
+
+def _why(verdict: Verdict) -> str:
+    """The required tests that did not pass and those that did, before what was printed."""
+    said = verdict.log[-LOG_CHARACTERS:].strip()
+    if not verdict.missing:
+        return said
+    passed = ", ".join(verdict.passed) or "none"
+    return f"required but not passed: {', '.join(verdict.missing)}; passed: {passed}\n{said}"
 
 
 def _solved(verdicts: Iterable[Verdict]) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Folder:
 
     async def build(self, cache: Path, sandbox: Sandbox, progress: Progress) -> TaskSet:
         """All tasks of the folder in the order of their names; UsageError names file and field."""
+        if not self.testenv.is_dir():
+            raise UsageError(f"tasks.testenv: no folder {self.testenv}; make it by pip install --target")
         files = sorted(self.path.glob("*/task.json"))
         if not files:
             raise UsageError(f"tasks.path: no NAME/task.json below {self.path}")
@@ -44,7 +46,7 @@ class Folder:
             given = json.loads(text)
             unknown, missing = given.keys() - OF_TASK - OF_SUITE, NEEDED - given.keys()
             if unknown or missing:
-                raise ValueError(f"unknown fields {sorted(unknown)}, missing fields {sorted(missing)}")
+                raise ValueError(_misfits(unknown, missing))
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
             return Task(
                 id=file.parent.name,
@@ -59,6 +61,13 @@ class Folder:
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{file}: {error}") from error
+
+
+def _misfits(unknown: Set[str], missing: Set[str]) -> str:
+    """What to add and what to take away, in words."""
+    wanted = f"missing fields {sorted(missing)}" if missing else ""
+    known = f"unknown fields {sorted(unknown)}, known are {sorted(OF_TASK | OF_SUITE)}" if unknown else ""
+    return "; ".join(filter(None, (wanted, known)))
 
 
 def _existing(folder: Path) -> Path:

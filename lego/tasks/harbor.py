@@ -119,12 +119,12 @@ class HarborTasks:
         self._check_names([file.parent.name for file in files])
         given = {file: _parsed(file) for file in files}
         _warn_of_internet(given)
-        images = {} if self.host else {file: self._image(file, toml) for file, toml in given.items()}
         if not self.host and not isinstance(sandbox, ImageStore):
             raise UsageError(
                 f"tasks.host: False, but {type(sandbox).__name__} has no images; wanted Podman or Docker as sandbox, "
                 "or host True and a folder base/ in each task"
             )
+        images = {} if self.host else {file: self._image(file, toml) for file, toml in given.items()}
         await sandbox.prepare(dict.fromkeys(images.values()), progress)
         tasks = []
         for done, (file, toml) in enumerate(given.items(), 1):
@@ -142,7 +142,10 @@ class HarborTasks:
         if name is not None:
             return RegistryImage(reference=name) if self.network else StoredImage(name=name)
         if not (context / "Dockerfile").is_file():
-            raise UsageError(f"{file}: environment.docker_image: not given, and no environment/Dockerfile beside it")
+            raise UsageError(
+                f"{file}: environment.docker_image: not given, and no environment/Dockerfile beside it; "
+                "on this host's /usr it runs with tasks.host True"
+            )
         return BuiltImage(context=context.resolve(), network=self.network)
 
     async def _task(self, file: Path, toml: _TaskToml, image: Image | None, cache: Path, sandbox: Sandbox) -> Task:

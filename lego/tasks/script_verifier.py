@@ -71,7 +71,7 @@ def check_script(workdir: Path, script: Script) -> None:
         if workdir == kept or workdir in kept.parents or inside:
             raise VerdictError(f"workdir: {workdir}, wanted a folder apart from {kept}, which the verdict relies on")
     if not (script.folder / "test.sh").is_file():
-        raise VerdictError(f"the tests cannot run: {script.folder / 'test.sh'} is gone")
+        raise VerdictError(f"the tests cannot run: {script.folder / 'test.sh'} is not there")
 
 
 @contextmanager

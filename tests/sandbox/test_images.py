@@ -135,7 +135,7 @@ from BUILD
 def test_a_dockerfile_outside_the_context_is_the_users_mistake(context: Path, tmp_path: Path):
     (tmp_path / "Dockerfile").touch()
     for name in ("../Dockerfile", "none"):
-        with pytest.raises(ValueError, match=f"dockerfile={name}: want a file in context="):
+        with pytest.raises(SandboxError, match=f"dockerfile={name}: want a file in context="):
             digest(BuiltImage(context=context, dockerfile=Path(name)))
 
 
@@ -374,3 +374,15 @@ def sleepers() -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        (FolderImage(path=Path("/nowhere")), "path=/nowhere: no such folder; want an unpacked root file system"),
+        (BuiltImage(context=Path("/nowhere")), "dockerfile=Dockerfile: want a file in context=/nowhere"),
+    ],
+)
+def test_an_image_that_cannot_be_is_told_before_any_engine_is_asked(image: Image, told: str):
+    assert images.unusable(image) == f"image: {told}"
+    assert images.unusable(StoredImage(name="x")) is images.unusable(None) is None

@@ -94,7 +94,7 @@ async def test_only_the_good_task_is_admitted_and_each_other_with_its_reason(
     ]
     for name, reason in {
         "always": "always passes",
-        "broken": "reference fails",
+        "broken": "reference fails: required but not passed: ",
         "coin": "flaky: 1 of 2 runs of the unchanged base",
         "shaky": "flaky: 1 of 2 runs of the reference solution",
         "dated": "depends on the date: the reference solution fails 1200 days later",

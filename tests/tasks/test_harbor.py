@@ -192,7 +192,7 @@ async def test_who_runs_the_script_is_the_tasks_choice(tmp_path: Path, sandbox: 
     [
         (lambda folder: (folder / "instruction.md").write_text(" \n"), r"sum/instruction\.md: missing or empty"),
         (lambda folder: (folder / "instruction.md").unlink(), r"sum/instruction\.md: missing or empty"),
-        (lambda folder: (folder / "tests/test.sh").unlink(), r"sum/task\.toml: .*sum/tests/test\.sh is gone"),
+        (lambda folder: (folder / "tests/test.sh").unlink(), r"sum/task\.toml: .*sum/tests/test\.sh is not there"),
         (lambda folder: (folder / "environment/docker-compose.yaml").touch(), r"docker-compose\.yaml: services"),
         (lambda folder: (folder / "environment/Dockerfile").write_text("WORKDIR $X"), r"Dockerfile:1: WORKDIR \$X"),
     ],

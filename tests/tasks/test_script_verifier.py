@@ -262,5 +262,5 @@ async def test_all_that_an_agent_did_is_judged_and_the_same_work_once(task: Task
 async def test_a_script_that_is_gone_is_an_error(task: Task, sandbox: Sandbox):
     assert isinstance(task.verifier, Script)
     (task.verifier.folder / "test.sh").unlink()
-    with pytest.raises(VerdictError, match=r"test\.sh is gone"):
+    with pytest.raises(VerdictError, match=r"test\.sh is not there"):
         await grade(task, (GOOD,), sandbox)

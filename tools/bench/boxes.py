@@ -406,10 +406,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a box and a trial cost beside the bare tool.")
     parser.add_argument("--json", action="store_true", help="one object a line instead of a table")
     parser.add_argument("--only", choices=TRIAL_BAR_S, help="one backend instead of all that are here")
-    parser.add_argument("--most", type=int, default=max(AT_ONCE), help="the most at once")
+    parser.add_argument("--most", type=int, default=max(AT_ONCE), help="the most at once (default: %(default)s)")
     parser.add_argument("--docker-socket", type=Path, default=docker.SOCKET, help="of the Docker daemon")
     options = parser.parse_args()
     if not options.json:
+        print("seconds; bar: the most that ours may cost, in bare tools or s a trial; NO: above it, on an idle host")
         print(f"{'':<52} {'ours':>9} {'bare':>9} {'ratio':>7} {'bar':>6}")
     for name in [options.only] if options.only else TRIAL_BAR_S:
         asyncio.run(measure(name, options.docker_socket, options.most, options.json))
