@@ -16,6 +16,7 @@ PROGRAMS = [
 
 
 PRINTED = {
+    "add-a-harness.md": "/opt/mine/mine",
     "capture.md": "Fidelity(sampled=3, trained=3",
     "sandboxes.md": "0 [b'one', b'two'] ['a.txt']",
     "trainer.md": "",
