@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -151,9 +151,9 @@ def _python(image: Image | None) -> Interpreter:
     )
 
 
-def pytest_arguments(tests: Path, test_file: str) -> list[str]:
+def pytest_arguments(tests: Path, test_file: str, plugins: Collection[str] = ()) -> list[str]:
     """Arguments that run one file of the folder `tests`, blind to every setting outside it."""
-    off = [argument for plugin in _PLUGINS_OFF for argument in ("-p", f"no:{plugin}")]
+    off = [argument for plugin in _PLUGINS_OFF if plugin not in plugins for argument in ("-p", f"no:{plugin}")]
     place = ["-c", "/dev/null", f"--rootdir={tests}", f"--confcutdir={tests}"]
     speech = ["-q", "--color=no", "--tb=line", "--disable-warnings"]
     # Rewritten asserts and pytest's own tracebacks only word failures better, at up to 0.1 CPU-s for each.
@@ -223,7 +223,7 @@ def _job(suite: PytestSuite, place: Place, changes: Sequence[Change]) -> dict[st
         "cpu_s": suite.cpu_s,
         "memory_bytes": int(MEMORY_SHARE * place.limits.memory_gib * (1 << 30)),
         "path": [str(TESTENV), *(str(place.workdir / root) for root in suite.roots)],
-        "args": pytest_arguments(TESTS, suite.test_file),
+        "args": pytest_arguments(TESTS, suite.test_file, suite.plugins),
         "test_path": str(TESTS / suite.test_file),
         "witness": _text_of(witness.__file__),
     }

@@ -3,11 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from sandbox.base import Image, Limits, Progress, Sandbox, User
 
 SPLITS = ("train", "heldout")
+
+
+Plugin = Literal[
+    "doctest", "faulthandler", "legacypath", "logging", "pytester", "threadexception", "unraisableexception"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,8 @@ class PytestSuite:
     """Folders of the snapshot that are import roots."""
     cpu_s: int = 5
     """CPU time the tests may take; more is the agent's failure."""
+    plugins: tuple[Plugin, ...] = ()
+    """Parts of pytest that the tests need and a verdict leaves out: `logging` for caplog, `legacypath` for tmpdir."""
     wall_s: float = 60.0
     """Wall time the tests may take; more is the agent's failure."""
     fail_to_pass: tuple[str, ...] = ()
@@ -32,6 +39,9 @@ class PytestSuite:
     """Tests that pass on the base and must go on passing."""
 
     def __post_init__(self) -> None:
+        unknown = set(self.plugins) - set(get_args(Plugin))
+        if unknown:
+            raise ValueError(f"plugins: {sorted(unknown)[0]!r}, wanted some of {', '.join(get_args(Plugin))}")
         both = set(self.fail_to_pass) & set(self.pass_to_pass)
         if both:
             raise ValueError(f"{sorted(both)[0]} is in both fail_to_pass and pass_to_pass")

@@ -152,6 +152,18 @@ async def test_a_conftest_that_the_task_owns_is_used_and_the_agents_is_not(toy: 
     assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0]
 
 
+async def test_parts_of_pytest_that_the_tests_need_are_named_by_the_task(toy: Task, sandbox: Bubblewrap):
+    suite = suite_of(toy)
+    test = "import toy\n\ndef test_largest(caplog, tmpdir):\n    assert toy.largest([1, 3, 2]) == 3\n"
+    (suite.tests / suite.test_file).write_text(test)
+    task = judged_by(toy, pass_to_pass=())
+    asked = judged_by(task, plugins=("logging", "legacypath"))
+    assert [(await grade(each, [fix()], sandbox)).reward for each in (task, asked)] == [0.0, 1.0]
+    assert (await grade(asked, [], sandbox)).reward == 0.0
+    with pytest.raises(ValueError, match="plugins: 'xdist', wanted some of doctest"):
+        judged_by(task, plugins=("xdist",))
+
+
 async def test_neither_variables_nor_the_job_reach_the_tests_nor_the_stream_their_children(
     toy: Task, sandbox: Bubblewrap, monkeypatch
 ):
