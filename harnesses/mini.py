@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
-from harnesses.packages import Part, WheelTree, locate
+from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/mini")
-INSIDE = Path(__file__).with_name("inside_mini.py")
-INSIDE_TARGET = Path("/opt/lego/mini.py")
+INSIDE = Mount(source=Path(__file__).with_name("inside_mini.py"), target=Path("/opt/lego/mini.py"))
 SETTINGS = HOME / ".mini/lego.yaml"
 LOCK_SHA256 = {"2.4.6": "d870387703635046078416d1ba763955a9dfcf7de71d68f9c30acb3eca585c8f"}
 
@@ -81,15 +80,13 @@ class Mini:
         return python.says_version(folders, "minisweagent.run.mini", "mini-swe-agent")
 
     def mounts(self, cache: Path) -> tuple[Mount, ...]:
-        interpreter, packages = locate(self, cache)
-        inside = Mount(source=INSIDE, target=INSIDE_TARGET)
-        return (python.mount(interpreter), Mount(source=packages, target=TARGET), inside)
+        return python.mounts(self, cache, TARGET, INSIDE)
 
     def command(self, instruction: str, endpoint: Endpoint) -> Command:
         # By its full path: a task's repository could have a file of that name.
         config = [str(TARGET / "minisweagent/config" / CONFIGS[self.api]), str(SETTINGS)]
         return Command(
-            argv=(*python.command(python.TARGET), str(INSIDE_TARGET)),
+            argv=(*python.command(python.TARGET), str(INSIDE.target)),
             env={
                 "HOME": str(HOME),
                 **python.LITELLM_ALONE,

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
-from harnesses.packages import Part, WheelTree, locate
+from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/openhands")
-INSIDE = Path(__file__).with_name("inside_openhands.py")
-INSIDE_TARGET = Path("/opt/lego/openhands.py")
+INSIDE = Mount(source=Path(__file__).with_name("inside_openhands.py"), target=Path("/opt/lego/openhands.py"))
 LOCK_SHA256 = {"1.58.2": "6080d9b6e373a015675575e2ff43d580da16e367682a7b47af9be9bb80d2680d"}
 FIRST_WAIT_S = 1
 UNLIMITED = 1_000_000
@@ -83,9 +82,7 @@ class OpenHands:
         return python.says_version(folders, "openhands.tools.preset.default", "openhands-sdk")
 
     def mounts(self, cache: Path) -> tuple[Mount, ...]:
-        interpreter, packages = locate(self, cache)
-        inside = Mount(source=INSIDE, target=INSIDE_TARGET)
-        return (python.mount(interpreter), Mount(source=packages, target=TARGET), inside)
+        return python.mounts(self, cache, TARGET, INSIDE)
 
     def command(self, instruction: str, endpoint: Endpoint) -> Command:
         job = {
@@ -98,7 +95,7 @@ class OpenHands:
             "llm": self._llm(endpoint),
         }
         return Command(
-            argv=(*python.command(python.TARGET), str(INSIDE_TARGET)),
+            argv=(*python.command(python.TARGET), str(INSIDE.target)),
             env={
                 "HOME": str(HOME),
                 **python.LITELLM_ALONE,

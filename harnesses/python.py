@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harnesses import clients
 from harnesses.clients import FetchError, Progress
-from harnesses.packages import HostPython
+from harnesses.packages import Fetchable, HostPython, locate
 from sandbox.base import Mount
 
 PYTHON = HostPython(name="python", version="3.12", machine="x86_64")
@@ -91,6 +91,12 @@ def says_version(folders: Sequence[Path], module: str, package: str) -> tuple[st
 def mount(folder: Path) -> Mount:
     """Shows the interpreter in a box."""
     return Mount(source=folder, target=TARGET)
+
+
+def mounts(harness: Fetchable, cache: Path, target: Path, program: Mount) -> tuple[Mount, ...]:
+    """The interpreter, the packages of a harness at `target`, and the program of ours that drives them."""
+    interpreter, packages = locate(harness, cache)
+    return (mount(interpreter), Mount(source=packages, target=target), program)
 
 
 def install(part: HostPython, ready: Path, progress: Progress) -> None:

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
-from harnesses.packages import Part, WheelTree, locate
+from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
 
 TARGET = Path("/opt/terminus")
-INSIDE = Path(__file__).with_name("inside_terminus.py")
-INSIDE_TARGET = Path("/opt/lego/terminus.py")
+INSIDE = Mount(source=Path(__file__).with_name("inside_terminus.py"), target=Path("/opt/lego/terminus.py"))
 LOCK_SHA256 = {"0.25.0": "e0d5ede81add070c96ad8fb659902196bedf39d0b5e78fd7d020725c585458d9"}
 
 Parser = Literal["json", "xml"]
@@ -72,14 +71,12 @@ class Terminus:
         return python.says_version(folders, "harbor.agents.terminus_2.terminus_2", "harbor")
 
     def mounts(self, cache: Path) -> tuple[Mount, ...]:
-        interpreter, packages = locate(self, cache)
-        inside = Mount(source=INSIDE, target=INSIDE_TARGET)
-        return (python.mount(interpreter), Mount(source=packages, target=TARGET), inside)
+        return python.mounts(self, cache, TARGET, INSIDE)
 
     def command(self, instruction: str, endpoint: Endpoint) -> Command:
         job = {"packages": str(TARGET), "instruction": instruction, "agent": self._agent(endpoint)}
         return Command(
-            argv=(*python.command(python.TARGET), str(INSIDE_TARGET)),
+            argv=(*python.command(python.TARGET), str(INSIDE.target)),
             env={"HOME": str(HOME), **python.LITELLM_ALONE},
             stdin=json.dumps(job).encode(),
         )

@@ -241,7 +241,8 @@ def _text(base: Path, changes: tuple[Change, ...], exclude: Callable[[Path], boo
     """The patch to read; nothing where it would be too large for that."""
     try:
         return unified_patch(base, changes, exclude, PATCH_BYTES)
-    except TooLarge:
+    except TooLarge as error:
+        log.warning("the text of a patch is left out: %s", error)
         return ""
 
 
