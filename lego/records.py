@@ -55,6 +55,17 @@ class Drift(StrEnum):
     UNKNOWN = "unknown"
 
 
+class CallKind(StrEnum):
+    """What a model call is for; the recipe says which kinds train (`Rollout.train_calls`)."""
+
+    MAIN = "main"
+    SUBAGENT = "subagent"
+    SUMMARY = "summary"
+    """The harness asks for a summary of its own history (compaction)."""
+    SIDE = "side"
+    """Titles and the like."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Every sampling field, sent explicitly on each request; never left to a model's defaults."""
@@ -132,6 +143,8 @@ class Segment:
     versions_T: Ids
     routing_TLK: Routing | None
     routed_T: Mask
+    kind: CallKind = CallKind.MAIN
+    """What the segment's own turns are for."""
 
     def __post_init__(self) -> None:
         n = len(self.ids_T)
@@ -153,6 +166,7 @@ class Segment:
             versions_T=self.versions_T[rows],
             routing_TLK=None if self.routing_TLK is None else self.routing_TLK[rows],
             routed_T=self.routed_T[rows],
+            kind=self.kind,
         )
 
 
@@ -185,6 +199,10 @@ class Trajectory:
     patch: str = ""
     verdict_reused: bool = False
     detail: str = ""
+    harness: str = ""
+    """Name of the harness that ran."""
+    group: int | None = None
+    """Number of the trial's group in the run's plan; None for a measurement."""
     recording: str = ""
     """The session file in the run's sessions/, if the session was kept."""
 

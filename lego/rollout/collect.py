@@ -14,10 +14,12 @@ from lego.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The k-th trial of a task under one version of the weights."""
+    """One trial of a task; no two attempts of a run at one task share a number."""
 
     task: Task
     number: int
+    group: int | None = None
+    """Number of its group in the run's plan; None for a measurement."""
 
 
 def attempts(tasks: Sequence[Task], each: int) -> list[Attempt]:

@@ -106,8 +106,7 @@ class Trials:
         trajectory = self._trajectory(attempt, version, ending, session.session, clock)
         return replace(trajectory, recording=await self.sessions.keep(session.session, trajectory))
 
-    @staticmethod
-    def _trajectory(attempt: Attempt, version: int, ending: Ending, session: Session, clock: Clock) -> Trajectory:
+    def _trajectory(self, attempt: Attempt, version: int, ending: Ending, session: Session, clock: Clock) -> Trajectory:
         task = attempt.task
         return Trajectory(
             task=task.id,
@@ -122,6 +121,8 @@ class Trials:
             patch=ending.patch,
             verdict_reused=ending.reused,
             detail=ending.detail,
+            harness=self.harness.name,
+            group=attempt.group,
         )
 
     async def _timely(self, task: Task, session: Handle, clock: Clock, cut: Cut) -> Ending:

@@ -219,7 +219,7 @@ async def test_an_import_that_was_cancelled_or_failed_leaves_no_image(engine: En
 
 
 async def test_a_folder_that_is_none_is_the_users_mistake(engine: Engine, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"path={tmp_path / 'none'}: want a folder"):
+    with pytest.raises(SandboxError, match=f"path={tmp_path / 'none'}: no such folder"):
         await prepare(engine, [FolderImage(path=tmp_path / "none")])
 
 
