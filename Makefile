@@ -44,7 +44,7 @@ containers: venv
 
 harnesses: venv
 	$(BIN)/python -m harnesses.fetch $(EVERY)
-	$(BIN)/python -m pytest -q -m harness tests/harnesses
+	$(BIN)/python -m pytest -q -m harness tests/harnesses --chaos all
 	$(BIN)/python -m lego.smoke $(EVERY) --write docs/harnesses.md
 
 check: venv
@@ -59,6 +59,8 @@ bench: venv
 	$(BIN)/python tools/bench/heads.py
 	$(BIN)/python tools/bench/boxes.py
 	$(BIN)/python tools/bench/trainer.py
+	$(BIN)/python tools/bench/weights.py
+	$(BIN)/python tools/bench/async_sim.py
 
 honesty: venv
 	$(BIN)/python -m harnesses.fetch codex

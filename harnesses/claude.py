@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts, Label
 from harnesses.packages import NpmTarball, Part, locate
 from harnesses.reading import exit_error, failed_result, milliseconds, plain
 from sandbox.base import ExecResult, Mount
@@ -37,6 +38,17 @@ EXACT: Mapping[str, str] = {
 @dataclass(frozen=True, kw_only=True)
 class Claude:
     """The Claude Code agent, driven through its own command line."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("messages",),
+        session=Label(header="x-claude-code-session-id"),
+        subagent=Label(header="x-claude-code-agent-id"),
+        summary="words",
+        quirks=(
+            "Deletes an empty answer, and asks once more in the message before it.",
+            "Its sub-agents run beside it, not in its place.",
+        ),
+    )
 
     version: str = "2.1.328"
     """Release; only those with a pinned hash."""

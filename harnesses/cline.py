@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts
 from harnesses.packages import NpmTarball, Part, locate
 from harnesses.reading import events, exit_error
 from sandbox.base import ExecResult, Mount
@@ -44,6 +45,15 @@ class Cline:
 
     Tries of a failed request (6) and its patience with a silent model (300 s) are fixed.
     """
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions",),
+        summary="words",
+        quirks=(
+            "Puts the text of an answer that was cut before the one sampled in its place.",
+            "Gives up on a model that is silent for 300 s, and after `mistakes` bad calls in a row, which ends well.",
+        ),
+    )
 
     version: str = "3.0.65"
     """Release; only those with a pinned hash."""

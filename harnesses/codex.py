@@ -4,8 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts, Label
 from harnesses.packages import NpmTarball, Part, locate
 from harnesses.reading import events, exit_error, milliseconds
 from sandbox.base import ExecResult, Mount
@@ -54,6 +56,18 @@ FEATURES_LEAN: Mapping[str, Value] = {
 @dataclass(frozen=True, kw_only=True)
 class Codex:
     """The Codex agent, driven through its own command line."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("responses",),
+        glibc=False,
+        session=Label(header="session-id"),
+        subagent=Label(header="x-openai-subagent"),
+        summary=Label(header="x-codex-turn-metadata", holds='"request_kind":"compaction"'),
+        quirks=(
+            "Waits for ever for the first byte of an answer; signs of life in comments are none to it.",
+            "A full context ends its run: it summarises before, not after.",
+        ),
+    )
 
     version: str = "0.169.0"
     """Release; only those with a pinned hash."""

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts
 from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
@@ -25,6 +26,12 @@ CONFIGS: Mapping[Api, str] = {"chat": "mini.yaml", "responses": "mini.yaml", "te
 @dataclass(frozen=True, kw_only=True)
 class Mini:
     """The mini-swe-agent, driven through its own command."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions", "responses"),
+        glibc=False,
+        quirks=("Deletes an answer whose call is bad, and tells the model so in its own words.",),
+    )
 
     version: str = "2.4.6"
     """Release; only those with a pinned lock file."""

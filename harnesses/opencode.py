@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts, Label
 from harnesses.packages import NpmTarball, Part, locate
 from harnesses.reading import events, exit_error, milliseconds
 from sandbox.base import ExecResult, Mount
@@ -44,6 +45,12 @@ ALONE_ENV: Mapping[str, str] = {
     # A task's repository could bring settings and plugins of its own.
     "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
 }
+# To have plugins compile, it would fetch this package into its folder of settings: so the folder says that it did.
+FOLDER = HOME / ".config/opencode"
+FETCHED: Mapping[Path, bytes] = {
+    FOLDER / "package-lock.json": b'{"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}',
+    FOLDER / "node_modules/.package-lock.json": b"{}",
+}
 # What it would ask a person, beside its tools: whether to leave the folder, and whether to go on repeating itself.
 UNASKED: Mapping[str, str] = {"external_directory": "allow", "doom_loop": "allow"}
 
@@ -51,6 +58,18 @@ UNASKED: Mapping[str, str] = {"external_directory": "allow", "doom_loop": "allow
 @dataclass(frozen=True, kw_only=True)
 class OpenCode:
     """The OpenCode agent, driven through its own command line; its box needs 1 GiB of memory and more."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions", "responses", "messages"),
+        session=Label(header="x-session-id"),
+        subagent=Label(header="x-parent-session-id"),
+        summary="words",
+        quirks=(
+            "Its own limit of steps is a sentence to the model, no limit.",
+            "Renames a bad call to a tool `invalid`.",
+            "After a summary the task's own words are gone from its history.",
+        ),
+    )
 
     version: str = "1.18.33"
     """Release; only those with a pinned hash."""
@@ -104,19 +123,24 @@ class OpenCode:
         return Command(
             argv=(str(TARGET / "bin/opencode"), "run", *flags),
             env={"HOME": str(HOME), "PATH": PATH, **ALONE_ENV, "OPENCODE_CONFIG_CONTENT": config},
+            files=FETCHED,
             # As an argument, a prompt with spaces would reach the model in quotation marks.
             stdin=instruction.encode(),
         )
 
     def ended(self, result: ExecResult) -> End:
-        """Reads the JSON lines: an `error` that no further step followed is the end of the run."""
-        failure = None
+        """Reads the JSON lines: an `error` that no further step followed is the end of the run.
+
+        One that was overcome leaves status 1 all the same; then the last step tells whether the model had finished.
+        """
+        failure, failed, reason = None, False, None
         for event in events(result.stdout):
             if event.get("type") == "error":
-                failure = _message(event.get("error"))
+                failure, failed = _message(event.get("error")), True
             elif event.get("type") == "step_finish":
-                failure = None
-        return End(error=failure or exit_error(result))
+                failure, reason = None, _reason(event)
+        overcome = failed and failure is None and reason == "stop" and result.code == 1
+        return End(error=None if overcome else failure or exit_error(result))
 
     def _config(self, endpoint: Endpoint) -> Mapping[str, Any]:
         config = {
@@ -145,6 +169,12 @@ class OpenCode:
             },
             "models": {endpoint.model: {"name": endpoint.model, "tool_call": True, "limit": size}},
         }
+
+
+def _reason(step: Mapping[str, Any]) -> object:
+    """Why a step ended: `stop` if with an answer, `tool-calls` if the model is to be asked again."""
+    part = step.get("part")
+    return part.get("reason") if isinstance(part, dict) else None
 
 
 def _message(error: object) -> str:

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts, Label
 from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
@@ -27,6 +28,19 @@ Tool = Literal["terminal", "file_editor", "task_tracker", "task"]
 @dataclass(frozen=True, kw_only=True)
 class OpenHands:
     """The default agent of the OpenHands SDK, without its browser."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions", "responses"),
+        glibc=False,
+        needs=("bash",),
+        session=Label(header="x-litellm-session-id"),
+        # Its own has none: it is set where `inside_openhands.py` makes the model that summarises.
+        summary=Label(header="x-lego-request", holds="compaction"),
+        quirks=(
+            "Puts an error in the place of arguments that are no JSON.",
+            "Without tmux in the box it makes do with a terminal that is less stable.",
+        ),
+    )
 
     version: str = "1.58.2"
     """Release of the SDK and of its tools; only those with a pinned lock file."""

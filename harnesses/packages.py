@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from harnesses.base import HarnessNotFetched
 
@@ -85,6 +85,7 @@ class WheelTree:
 Part = NpmTarball | NpmTree | Wheel | HostPython | WheelTree
 
 
+@runtime_checkable
 class Fetchable(Protocol):
     """What `fetch` must know of a harness."""
 

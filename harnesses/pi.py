@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from harnesses import node
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts
 from harnesses.packages import NpmTree, Part, locate
 from harnesses.reading import exit_error, milliseconds
 from sandbox.base import ExecResult, Mount
@@ -27,6 +28,14 @@ Tool = Literal["bash", "read", "edit", "write", "grep", "find", "ls"]
 @dataclass(frozen=True, kw_only=True)
 class Pi:
     """The pi agent, driven through its own command line."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions", "responses", "messages"),
+        quirks=(
+            "Headless it would end while it summarises, so it never does: a full context ends the run.",
+            "Names its session, by `session_id`, in the Responses format only.",
+        ),
+    )
 
     version: str = "0.73.1"
     """Release; only those with a pinned lock file."""

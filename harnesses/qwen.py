@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harnesses import node
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts
 from harnesses.packages import NpmTree, Part, locate
 from harnesses.reading import exit_error, failed_result, milliseconds, plain
 from sandbox.base import ExecResult, Mount
@@ -30,6 +31,15 @@ ALONE: Mapping[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Qwen:
     """The qwen-code agent, driven through its own command line."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions",),
+        summary="words",
+        quirks=(
+            "Puts the text of an answer that was cut before the one sampled in its place.",
+            "After a summary it puts words of its own into the model's last answer.",
+        ),
+    )
 
     version: str = "0.24.4"
     """Release; only those with a pinned lock file."""

@@ -4,10 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
+from harnesses.facts import Facts
 from harnesses.packages import Part, WheelTree
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
@@ -22,6 +23,17 @@ Parser = Literal["json", "xml"]
 @dataclass(frozen=True, kw_only=True)
 class Terminus:
     """The Terminus-2 agent; its box needs tmux. A failed model request is tried nine times."""
+
+    facts: ClassVar[Facts] = Facts(
+        wires=("chat/completions",),
+        glibc=False,
+        needs=("tmux", "bash"),
+        summary="words",
+        quirks=(
+            "Asks whether the model is really done.",
+            "Hands a history over in three calls: a summary, questions about it, and their answers.",
+        ),
+    )
 
     version: str = "0.25.0"
     """Release of harbor; only those with a pinned lock file."""

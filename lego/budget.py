@@ -73,8 +73,9 @@ class Budget:
     """A group's trials in training, from the first start; what is not done then ends as `cancelled`, and the group
     goes on with the rest. By default what slots that are taken by other trials can cost it at worst."""
     step_s: float | None = None
-    """A step's trials in training; what is not done then ends as `cancelled`, and the step goes on with the rest,
-    unless that breaks `rollout.max_unscored`. By default what trials that all take `trial_s` need."""
+    """How long a step waits for its groups; then the oldest that it cannot go on without are cut, end as `cancelled`,
+    and the step goes on with the rest, unless that breaks `rollout.max_unscored`. By default what trials that all take
+    `trial_s` need."""
 
     def problems(self, crew: Crew) -> Iterator[str]:
         """Each rule that is broken, as `budget.field: value, wanted …`."""

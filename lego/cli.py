@@ -75,12 +75,13 @@ def resolve(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
     )
     same = type(recipe.algorithm) is type(own.algorithm)
     algorithm = own.algorithm if same else recipe.algorithm
-    return path, replace(recipe, harness=_as_set(own, recipe.harness), algorithm=algorithm)
+    mix = tuple(replace(part, harness=_as_set(own, part.harness)) for part in recipe.mix)
+    return path, replace(recipe, harness=_as_set(own, recipe.harness), mix=mix, algorithm=algorithm)
 
 
 def _as_set(recipe: Recipe, chosen: Harness) -> Harness:
     """The harness of that name as the recipe sets its fields, if it does; a name alone takes the defaults."""
-    own = (recipe.harness, *recipe.other_harnesses)
+    own = (recipe.harness, *(part.harness for part in recipe.mix), *recipe.other_harnesses)
     return next((harness for harness in own if harness.name == chosen.name), chosen)
 
 

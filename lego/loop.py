@@ -1,141 +1,241 @@
-"""The training loop: sample, judge, credit, train, push, and again.
+"""The training loop: groups, judged and credited, trained on, and new weights to the engine, step by step.
 
-Sampling may run `rollout.staleness` steps ahead of training; at 0 the two take turns.
+Sampling runs up to `rollout.staleness` steps ahead (docs/async.md). Each step is journaled, and those that a crash took
+from the trainer are made again from the groups on the disk.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from lego import sabotage
-from lego.capture.session import CANCELLED, SIDE_REQUEST
-from lego.engine.base import Engine
-from lego.errors import GateError
+from lego.capture.session import CANCELLED, LEFT_OUT
+from lego.engine.pool import EnginePool
+from lego.errors import GateError, TrainerError
+from lego.keeper import Keeper
 from lego.learn.advantages import advantages
 from lego.learn.algorithms import warnings
+from lego.learn.checkpoint_folder import latest, read_meta
 from lego.learn.client import Trainer
 from lego.learn.report import StepReport
 from lego.observe.interval import Rate
 from lego.observe.outputs import Outputs
 from lego.recipe import Recipe
 from lego.records import Sample, Trajectory
-from lego.rollout.collect import (
-    Attempt,
-    Patience,
-    attempts,
-    collect,
-    refuse_faulty,
-    refuse_unscored,
-    solved_and_asked,
-    tasks_of_step,
-)
-from lego.rollout.credit import Credited, Rules, credit
+from lego.rollout.collect import SURPLUS, Collector, Group, StepGroups, solved_and_asked
+from lego.rollout.credit import Rules, credit
+from lego.rollout.curriculum import Course
+from lego.rollout.cuts import Patience
+from lego.rollout.filters import Judged, Streak, counts, judge, refuse_faulty, refuse_unscored, refuse_useless
 from lego.rollout.trial import Trials
+from lego.rollout.window import Window
+from lego.structured import unhurried
 from lego.tasks.task import TaskSet
+from lego.validation import Validator
 
 log = logging.getLogger(__name__)
+SAVE_S = 14.0
+"""What an interrupted run gives the step under way, and then once more the checkpoint after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A step's trials, and how long they took."""
+class Parts:
+    """One run's opened parts."""
 
-    step: int
-    trajectories: list[Trajectory]
-    seconds: float
+    recipe: Recipe
+    tasks: TaskSet
+    trials: Trials
+    engine: EnginePool
+    trainer: Trainer
+    validator: Validator
+    keeper: Keeper
+    out: Outputs
+    checkpoints: Path
 
 
 class Loop:
-    """One run's opened parts, joined."""
+    """Joins the parts of a run."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        tasks: TaskSet,
-        trials: Trials,
-        engine: Engine,
-        trainer: Trainer,
-        out: Outputs,
-        shared: Path,
-        first: int = 0,
-    ) -> None:
-        """`shared` is where weights pass from trainer to engine, `first` the steps that the trainer has behind it."""
-        self.recipe, self.tasks, self.trials, self.engine, self.trainer = recipe, tasks, trials, engine, trainer
-        self.out, self.shared = out, shared
-        self.per_step = min(recipe.rollout.tasks_per_step, len(tasks.train))
-        self.version = self.first = first
+    def __init__(self, parts: Parts, version: int) -> None:
+        """`version` is that of the weights which the trainer holds: the steps behind them."""
+        self.parts, self.recipe, self.out = parts, parts.recipe, parts.out
+        self.version = self._saved = self._trained = version
+        self.per_step = min(self.recipe.rollout.tasks_per_step, len(parts.tasks.train))
+        self.rules = self._rules()
+        self._streak = Streak()
         self._warned = False
-        self._moved = asyncio.Condition()
+        self._validating: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start measurement, all steps, end measurement."""
-        recipe = self.recipe
-        if self.first:
-            await self._push(self.first)
-        await self._measure("start")
-        batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=recipe.rollout.staleness + 1)
+        await self._catch_up()
+        if self.version:
+            await self._push(self.version)
+        if splits := self.parts.validator.lacking("start", self._measured_at_start()):
+            await self.parts.validator.measure("start", splits, self.version)
+        await self._train_on()
+        if splits := self.parts.validator.lacking("end", ("heldout", "train")):
+            await self.parts.validator.measure("end", splits, self.version)
+
+    def _measured_at_start(self) -> tuple[str, ...]:
+        """The first step stands in for training tasks where it visits each of them once, with the measured harness."""
+        recipe, train = self.recipe, self.parts.tasks.train
+        own = (None, recipe.measured_harness.name)
+        same = len(recipe.harnesses) == 1 and all(task.harness in own for task in train)
+        return ("heldout",) if same and self.per_step == len(train) else ("heldout", "train")
+
+    async def _catch_up(self) -> None:
+        """Makes the steps again that are done, but were in no checkpoint, on the groups that they were done with."""
+        done = self.parts.keeper.journal.past.done
+        for step in range(self.version, done):
+            self.out.view.phase(f"step {step} once more, of {done} behind us")
+            credited = credit(self._kept(await asyncio.to_thread(self.parts.keeper.taken, step), step)[0], self.rules)
+            await self._train(step, credited.samples, on_policy=False)
+            self.version = step + 1
+
+    async def _train_on(self) -> None:
+        """The steps that are left, while groups are sampled."""
+        if self.version >= self.recipe.steps:
+            return
+        collector = self._collector()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._sample_all(batches))
-            for _ in range(self.first, recipe.steps):
-                await self._learn(await batches.get())
-        await self._measure("end")
+            beside = [group.create_task(collector.run()), group.create_task(self.parts.keeper.run())]
+            try:
+                for step in range(self.version, self.recipe.steps):
+                    await self._step(step, collector, group)
+            except asyncio.CancelledError:
+                await self._save_at_once()
+                raise
+            if self._validating is not None:
+                await self._validating
+            for task in beside:
+                task.cancel()
 
-    async def _measure(self, moment: str) -> None:
-        """Solve rates of training and held-out tasks; the first step stands in where it visits every task once."""
-        validation = self.recipe.validation
-        splits = {"heldout": (self.tasks.heldout, validation.heldout_attempts)}
-        if moment == "end" or self.per_step != len(self.tasks.train):
-            splits["train"] = (self.tasks.train, validation.train_attempts)
-        for split, (tasks, each) in splits.items():
-            self.out.view.phase(f"measure {split} at {moment}", len(tasks) * each)
-            # No cuts: a rate without its slow trials would be of the quick ones.
-            batch = await self._trials(attempts(tasks, each), -1, Patience())
-            self.out.measured(moment, split, Rate(*solved_and_asked(batch.trajectories)), batch.seconds)
-
-    async def _sample_all(self, batches: "asyncio.Queue[Batch]") -> None:
-        rollout, times = self.recipe.rollout, self.recipe.budget.times(self.recipe.crew)
-        patience = Patience(group_s=times.group_s, step_s=times.step_s)
-        for step in range(self.first, self.recipe.steps):
-            async with self._moved:
-                await self._moved.wait_for(lambda step=step: self.version >= step - rollout.staleness)
-            tasks = tasks_of_step(self.tasks.train, self.per_step, step, self.recipe.seed)
-            self.out.view.phase(f"step {step}: trials", len(tasks) * rollout.group_size)
-            await batches.put(await self._trials(attempts(tasks, rollout.group_size), step, patience))
-
-    async def _trials(self, wanted: Sequence[Attempt], step: int, patience: Patience) -> Batch:
-        start = time.monotonic()
-        run = partial(self.trials.run, version=self.version)
-        done = partial(self.out.trial, step)
-        concurrency = self.recipe.rollout.concurrency
-        trajectories = await collect(wanted, run, concurrency=concurrency, done=done, patience=patience)
-        refuse_faulty(trajectories, self.recipe.fidelity.max_faults)
-        refuse_unscored(trajectories, self.recipe.rollout.max_unscored)
-        return Batch(step=step, trajectories=trajectories, seconds=time.monotonic() - start)
-
-    async def _learn(self, batch: Batch) -> None:
-        """One optimizer step on a batch, and its weights to the engine."""
-        self._check_share(batch)
-        credited = self._credit(batch)
-        start = time.monotonic()
-        report = await self._train(batch, credited) if credited.samples else None
-        trained = time.monotonic()
-        if report is not None:
-            await self._push(batch.step + 1)
-            self._warn(report)
-        pushed = time.monotonic()
-        async with self._moved:
-            self.version = batch.step + 1
-            self._moved.notify_all()
-        seconds = {"trials": batch.seconds, "train": trained - start, "push": pushed - trained}
-        self.out.step(batch.step, batch.trajectories, credited, report, seconds)
-        every = self.recipe.checkpoints.every
-        if every and self.version % every == 0 and self.version < self.recipe.steps:
+    async def _step(self, step: int, collector: Collector, group: asyncio.TaskGroup) -> None:
+        recipe = self.recipe
+        self.out.view.phase(f"step {step}: trials", self.per_step * recipe.rollout.group_size)
+        taken = await collector.step(step)
+        await unhurried(self._learn(taken), SAVE_S)
+        if recipe.checkpoints.every and self.version % recipe.checkpoints.every == 0 and self.version < recipe.steps:
             # The rate of the trials that these weights were made from; their own is not known yet.
-            await self.trainer.save(self.version, {"solve_rate": Rate(*solved_and_asked(batch.trajectories)).value})
+            await self.parts.trainer.save(self.version, {"solve_rate": _rate(_all(taken)).value})
+            self._saved = self.version
+        if (whole := latest(self.parts.checkpoints)) is not None:
+            await self.parts.keeper.learned(read_meta(whole).step)
+        every = recipe.validation.every
+        if every and self.version % every == 0 and self.version < recipe.steps:
+            await self._validate(group)
+
+    async def _learn(self, taken: StepGroups) -> None:
+        """One optimizer step on a step's groups, and its weights to the engine."""
+        trials = _all(taken)
+        self._refuse(trials)
+        kept, judged = self._kept(taken.groups, taken.step)
+        self._refuse_useless([*judged, *(self._judge(g.trajectories) for g in taken.replaced if g.drop != SURPLUS)])
+        credited = credit(kept, self.rules)
+        start = time.monotonic()
+        report = await self._train(taken.step, credited.samples, on_policy=_newest(kept, taken.step))
+        trained = time.monotonic()
+        await self._push(taken.step + 1)
+        seconds = {"trials": taken.waited_s, "train": trained - start, "push": time.monotonic() - trained}
+        more = {**_numbers(taken), **counts(judged), **self.parts.engine.usage().metrics()}
+        self.out.step(taken.step, trials, credited, report, seconds, more)
+        self._measure_start(taken.step, trials)
+        await self.parts.keeper.step(taken)
+        self.version = taken.step + 1
+
+    def _measure_start(self, step: int, trials: Sequence[Trajectory]) -> None:
+        if step == self.parts.keeper.journal.past.first and "train" not in self._measured_at_start():
+            self.out.measured("start", "train", _rate(trials), 0.0, version=step)
+            self.parts.keeper.journal.measured("start", "train", _rate(trials))
+
+    async def _validate(self, group: asyncio.TaskGroup) -> None:
+        """Begins to validate the newest weights; the next step goes on as soon as they are held somewhere."""
+        if not self.parts.validator.lacking(f"step-{self.version}", ("heldout",)):
+            return
+        if self._validating is not None and not self._validating.done():
+            self.out.store.event("validation_skipped", version=self.version)
+            log.warning("version %d is not validated: the validation before it still runs", self.version)
+            return
+        held = asyncio.Event()
+        self._validating = group.create_task(self.parts.validator.meanwhile(self.version, held))
+        await held.wait()
+
+    async def _save_at_once(self) -> None:
+        """A checkpoint of what was learned, if that can be had soon; without one the next start learns it again."""
+        if self.version == self._saved or self.version != self._trained:
+            return
+        self.out.view.phase("saving")
+        try:
+            async with asyncio.timeout(SAVE_S):
+                await self.parts.trainer.save(self.version, {})
+                await self.parts.trainer.saved()
+        except (TimeoutError, TrainerError) as error:
+            log.warning("no checkpoint of version %d: %s; its steps will be made again", self.version, error)
+
+    def _collector(self) -> Collector:
+        recipe, keeper, rollout = self.recipe, self.parts.keeper, self.recipe.rollout
+        train = {task.id: task for task in self.parts.tasks.train}
+        left, times = keeper.left(train, rollout.group_size), recipe.budget.times(recipe.crew)
+        course = Course(
+            rollout.curriculum,
+            self.parts.tasks.train,
+            group_size=rollout.group_size,
+            seed=recipe.seed,
+            rates=left.rates,
+            first=left.first,
+            again=left.again,
+        )
+
+        def end(group: Group) -> None:
+            keeper.end(group)
+            course.rates.finished(group.task, *solved_and_asked(group.trajectories))
+
+        return Collector(
+            course,
+            Window(
+                groups_per_step=self.per_step,
+                staleness=rollout.staleness,
+                concurrency=rollout.concurrency,
+                oversample=rollout.oversample,
+                refill=rollout.refill,
+            ),
+            self.parts.trials.run,
+            self._why_dropped,
+            steps=range(self.version, recipe.steps),
+            patience=Patience(group_s=times.group_s, step_s=times.step_s),
+            on_start=keeper.begin,
+            on_trial=self.out.trial,
+            on_group=end,
+            ready=left.ready,
+        )
+
+    def _judge(self, trajectories: Sequence[Trajectory], oldest: int = 0) -> Judged:
+        return judge(trajectories, self.recipe.rollout.filters, self.rules, oldest=oldest)
+
+    def _why_dropped(self, trajectories: Sequence[Trajectory]) -> str | None:
+        drop = self._judge(trajectories).drop
+        return None if drop is None else drop.value
+
+    def _kept(self, groups: Sequence[Group], step: int) -> tuple[list[Trajectory], list[Judged]]:
+        """What is trained on of a step's groups, and what was judged of each."""
+        oldest = step - self.recipe.rollout.staleness
+        judged = [self._judge(group.trajectories, oldest) for group in groups]
+        return [trajectory for one in judged for trajectory in one.kept], judged
+
+    def _refuse(self, trials: Sequence[Trajectory]) -> None:
+        refuse_faulty(trials, self.recipe.fidelity.max_faults)
+        refuse_unscored(trials, self.recipe.rollout.max_unscored)
+        self._check_share(trials)
+
+    def _refuse_useless(self, judged: Sequence[Judged]) -> None:
+        for one in judged:
+            self._streak = self._streak.after(one)
+        refuse_useless(self._streak, per_step=self.per_step, steps=self.recipe.rollout.filters.useless_steps)
 
     def _warn(self, report: StepReport) -> None:
         """Says once what will likely go wrong with this algorithm on segments of this length."""
@@ -145,53 +245,79 @@ class Loop:
             self.out.store.event("warning", what=sentence)
             self._warned = True
 
-    def _credit(self, batch: Batch) -> Credited:
-        algorithm = self.recipe.algorithm
-        rules = Rules(
-            advantages=partial(
-                advantages,
-                baseline=algorithm.baseline,
-                scale=algorithm.scale,
-                negative=self.recipe.credit.negative,
-            ),
+    def _rules(self) -> Rules:
+        algorithm, own = self.recipe.algorithm, self.recipe.credit
+        return Rules(
+            advantages=partial(advantages, baseline=algorithm.baseline, scale=algorithm.scale, negative=own.negative),
             shaped=algorithm.shaped,
             least_group=algorithm.least_group,
             drop_flat_groups=algorithm.drop_flat_groups,
+            spread=own.spread,
+            subagent_share=own.subagent_share,
         )
-        return credit(batch.trajectories, rules)
 
-    async def _train(self, batch: Batch, credited: Credited) -> StepReport:
-        self.out.view.phase(f"training on {len(credited.samples)} segments")
-        newest = all(trajectory.version == self.version for trajectory in batch.trajectories)
-        return await self.trainer.step(self._sabotaged(credited.samples), self.recipe.fidelity, on_policy=newest)
+    async def _train(self, step: int, samples: Sequence[Sample], *, on_policy: bool) -> StepReport | None:
+        """One optimizer step; None where there is nothing to train on."""
+        self._trained = step + 1
+        if not samples:
+            return None
+        self.out.view.phase(f"step {step}: training on {len(samples)} segments")
+        samples = self._sabotaged(step, samples)
+        report = await self.parts.trainer.step(samples, self.recipe.fidelity, on_policy=on_policy)
+        self._warn(report)
+        return report
 
-    def _sabotaged(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def _sabotaged(self, step: int, samples: Sequence[Sample]) -> Sequence[Sample]:
         if self.recipe.sabotage == "shuffle_advantages":
-            return sabotage.shuffle_advantages(samples, self.recipe.seed + self.version)
+            return sabotage.shuffle_advantages(samples, self.recipe.seed + step)
         if self.recipe.sabotage == "permute_replay":
-            return sabotage.permute_replay(samples, self.recipe.seed + self.version)
+            return sabotage.permute_replay(samples, self.recipe.seed + step)
         return samples
 
     async def _push(self, version: int) -> None:
+        """Also where nothing was trained: tokens carry the number of the step that may train on them."""
         self.out.view.phase("new weights to the engine")
-        path = self.shared / "weights.safetensors"
-        await self.trainer.export(path)
-        await self.engine.update(path, version)
-        path.unlink()
+        await self.parts.engine.update(await self.parts.trainer.export(version), version)
 
-    def _check_share(self, batch: Batch) -> None:
+    def _check_share(self, trials: Sequence[Trajectory]) -> None:
         """Every sampled token accounted for, and enough of them trainable."""
-        sampled = sum(t.fidelity.sampled for t in batch.trajectories)
-        trained = sum(t.fidelity.trained for t in batch.trajectories)
-        excluded = sum(sum(t.fidelity.excluded.values()) for t in batch.trajectories)
+        sampled = sum(t.fidelity.sampled for t in trials)
+        trained = sum(t.fidelity.trained for t in trials)
+        excluded = sum(sum(t.fidelity.excluded.values()) for t in trials)
         if sampled != trained + excluded:
             raise GateError(f"{sampled} tokens sampled, but {trained} trainable and {excluded} excluded")
-        asides = (CANCELLED, SIDE_REQUEST)
-        sampled -= sum(t.fidelity.excluded.get(cause, 0) for t in batch.trajectories for cause in asides)
+        asides = (CANCELLED, *LEFT_OUT.values())
+        sampled -= sum(t.fidelity.excluded.get(cause, 0) for t in trials for cause in asides)
         least = self.recipe.fidelity.min_trainable_share
         if sampled and trained < least * sampled:
-            causes = [dict(t.fidelity.excluded) for t in batch.trajectories if t.fidelity.excluded]
+            causes = [dict(t.fidelity.excluded) for t in trials if t.fidelity.excluded]
             raise GateError(
                 f"fidelity.min_trainable_share: {trained / sampled:.4f} of sampled tokens are trainable, "
                 f"wanted {least}; first causes: {causes[:3]}"
             )
+
+
+def _all(taken: StepGroups) -> list[Trajectory]:
+    """The trials of a step's groups, and of those that others took the place of because of what they are."""
+    groups = [group for group in (*taken.groups, *taken.replaced) if group.drop != SURPLUS]
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def _rate(trials: Sequence[Trajectory]) -> Rate:
+    return Rate(*solved_and_asked(trials))
+
+
+def _newest(trials: Sequence[Trajectory], version: int) -> bool:
+    """Whether these weights sampled all that is trained."""
+    return all((s.versions_T[s.mask_T] == version).all() for t in trials for s in t.segments)
+
+
+def _numbers(taken: StepGroups) -> Mapping[str, float]:
+    """How old the step's groups are, and how many found no slot."""
+    ages = [taken.step - group.version for group in taken.groups]
+    return {
+        "rollout/groups": sum(group.drop is None for group in taken.groups),
+        "rollout/replaced_groups": len(taken.replaced),
+        "rollout/staleness_max": max(ages, default=0),
+        "rollout/staleness_mean": sum(ages) / len(ages) if ages else 0.0,
+    }

@@ -14,11 +14,16 @@ from harnesses.known import KNOWN
 from lego.budget import Budget, Crew
 from lego.engine.vllm import VllmServer
 from lego.errors import UsageError
+from lego.journal import FILE, LOCK
 from lego.learn.algorithms import ALGORITHMS, GSPO, ActorCritic, Algorithm, name_of
 from lego.learn.checkpoint_folder import find, read_meta
 from lego.learn.layout import model_sizes
 from lego.learn.trainer import TrainerSpec
-from lego.records import KeepSessions, Sampling
+from lego.records import CallKind, KeepSessions, Sampling
+from lego.rollout.credit import Spread
+from lego.rollout.curriculum import Band, Walk
+from lego.rollout.filters import Filters
+from lego.rollout.mix import Weighted, mix_problems
 from lego.tasks.task import TaskSource
 from sandbox.base import Limits
 from sandbox.bubble import Bubblewrap
@@ -45,10 +50,23 @@ class Rollout:
     """Model calls that one trial may make; side requests (titles and the like) are counted apart."""
     max_trial_tokens: int | None = None
     """Tokens that one trial may sample in all its calls; None for no limit."""
+    train_calls: tyro.conf.EnumChoicesFromValues[tuple[CallKind, ...]] = (
+        CallKind.MAIN,
+        CallKind.SUBAGENT,
+        CallKind.SUMMARY,
+    )
+    """Kinds of model calls that are trained; side calls are titles and the like. The others are only sampled."""
     keep_sessions: KeepSessions = "odd"
     """Session files in the run folder: `odd` keeps trials with a failed cross-check, unexplained drift or an error."""
     staleness: int = 0
-    """Steps that sampling may run ahead of training; 0 is lockstep."""
+    """Steps between the weights that started a group and the step that trains on it, at most; 0 is lockstep."""
+    oversample: int = 0
+    """Groups that a lockstep step starts beyond its own; when enough are done the rest is cut."""
+    refill: int = 0
+    """Groups of a step that another replaces when they are dropped; beyond them the step is that much smaller."""
+    filters: Filters = Filters()
+    curriculum: Walk | Band = Walk()
+    """Which task comes next: all in turn (walk), or mostly those solved sometimes (band)."""
     limits: Limits = Limits(memory_gib=1.0, pids=128, cpus=1.0, disk_mib=64)
     """What each agent box may use; its deadline follows from the budget."""
     max_unscored: float = 0.5
@@ -72,6 +90,10 @@ class Credit:
 
     negative: float = 1.0
     """Factor on negative advantages; below 1 keeps a small policy from forgetting how to act."""
+    spread: Spread = "segments"
+    """How a trial's weight of 1 spreads over its segments: evenly, or by their trainable tokens."""
+    subagent_share: float | None = None
+    """The weight of all sub-agents of a trial together; None for segments like any others, 0 to leave them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +107,27 @@ class Gates:
     min_routing_coverage: float = 1.0
     """Share of trainable tokens whose experts were recorded and replayed."""
     min_trainable_share: float = 0.99
-    """Share of sampled tokens that are trainable; side requests and answers that nobody waited for are left out."""
+    """Share of sampled tokens that are trainable, of calls that `rollout.train_calls` has and that were waited for."""
     max_faults: float = 0.01
     """Share of a step's turns that may fail a cross-check of the capture proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Solve rates before and after training."""
+    """Solve rates before and after training, and of held-out tasks meanwhile."""
 
     train_attempts: int = 8
     """Trials a training task at the end (and at the start, unless the first step visits all tasks)."""
+    harness: str | None = None
+    """Name of the harness that all these trials run, whatever tasks or a mix say; by default that of `harness`."""
     heldout_attempts: int = 4
-    """Trials a held-out task, at the start and at the end."""
+    """Trials a held-out task, at the start, at the end, and each time between."""
+    every: int = 0
+    """Steps between solve rates of the held-out tasks during training, each of one version; 0 for none."""
+    timeout_s: float | None = None
+    """How long one of those may take; by default what trials that all take `budget.trial_s` need."""
+    min_coverage: float = 0.9
+    """Share of its trials that must come to a result, or there is an alarm instead of a rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +146,13 @@ def _algorithm(words: list[str]) -> Algorithm:
     return ALGORITHMS[words[0]]()
 
 
+def _weighted(word: str) -> Weighted:
+    name, _, weight = word.partition("=")
+    if name not in KNOWN:
+        raise ValueError(f"{name!r}, wanted one of {', '.join(KNOWN)}")
+    return Weighted(harness=KNOWN[name](), weight=float(weight or 1))
+
+
 HarnessByName = Annotated[
     Harness,
     tyro.constructors.PrimitiveConstructorSpec(
@@ -125,6 +162,16 @@ HarnessByName = Annotated[
         is_instance=lambda value: not isinstance(value, str),
         str_from_instance=lambda value: [value.name],
         choices=tuple(KNOWN),
+    ),
+]
+WeightedByName = Annotated[
+    Weighted,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME[=WEIGHT]",
+        instance_from_str=lambda words: _weighted(words[0]),
+        is_instance=lambda value: isinstance(value, Weighted),
+        str_from_instance=lambda value: [f"{value.harness.name}={value.weight:g}"],
     ),
 ]
 AlgorithmByName = Annotated[
@@ -149,8 +196,10 @@ class Recipe:
     tasks: tyro.conf.Fixed[TaskSource]
     harness: HarnessByName
     """The agent program, with the fields that the recipe gives it, or else its defaults."""
+    mix: tuple[WeightedByName, ...] = ()
+    """Harnesses of the training groups, drawn for each by weight, in place of `harness`; a task may name its own."""
     other_harnesses: tyro.conf.Suppress[tuple[Harness, ...]] = ()
-    """Further harnesses with the fields they shall have when `--harness` names them."""
+    """Further harnesses with the fields they shall have where a flag or a task names them."""
     steps: int
     """Optimizer steps, with those behind a checkpoint that is resumed."""
     seed: int = 0
@@ -158,7 +207,10 @@ class Recipe:
     cache: Path = Path("~/.cache/lego")
     """Fetched harnesses and built tasks."""
     run_dir: Path | None = None
-    """Run folder, new or empty; by default runs/<recipe>-<date>-<time>."""
+    """Run folder: new, or of a run of this recipe to go on with. By default the newest unfinished one of this recipe in
+    runs/, or else a new one there."""
+    fresh: bool = False
+    """Begin a new run, even where an unfinished one of this recipe lies in runs/."""
     resume: Path | None = None
     """A trainer checkpoint to go on from, of any layout; steps are counted on from its own."""
     algorithm: AlgorithmByName = GSPO()
@@ -179,6 +231,23 @@ class Recipe:
     """Break the run on purpose, to see that learning and gates are real."""
 
     @property
+    def known_harnesses(self) -> Mapping[str, Harness]:
+        """By name: those of the recipe, and all others with their defaults."""
+        own = (self.harness, *(part.harness for part in self.mix), *self.other_harnesses)
+        return {name: known() for name, known in KNOWN.items()} | {h.name: h for h in reversed(own)}
+
+    @property
+    def measured_harness(self) -> Harness:
+        """The one that validation runs. KeyError where it names one that nobody knows."""
+        return self.known_harnesses[self.validation.harness or self.harness.name]
+
+    @property
+    def harnesses(self) -> tuple[Harness, ...]:
+        """Those that trials run whatever harnesses tasks name, each once."""
+        known, parts = self.known_harnesses, [part.harness for part in self.mix] or [self.harness]
+        return tuple(known[name] for name in dict.fromkeys(h.name for h in (*parts, self.measured_harness)))
+
+    @property
     def crew(self) -> Crew:
         """What the budget's longer times follow from."""
         rollout = self.rollout
@@ -193,6 +262,12 @@ class Recipe:
             return
         yield from _ranges(self)
         yield from self.budget.problems(self.crew)
+        yield from self.engine.problems()
+        yield from mix_problems(self.mix)
+        known = self.known_harnesses
+        if self.validation.harness is not None and self.validation.harness not in known:
+            yield f"validation.harness: {self.validation.harness!r}, wanted one of {', '.join(sorted(known))}"
+        yield from _kind_problems(self.rollout.train_calls)
         if lacking := self.sandbox.missing():
             yield f"sandbox: {lacking}"
         yield from _chat_problems(self.chat)
@@ -215,8 +290,8 @@ class Recipe:
             yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
         if self.resume is not None:
             yield from _resume_problems(self.resume, self.steps, isinstance(self.algorithm, ActorCritic))
-        if self.run_dir is not None and self.run_dir.is_dir() and any(self.run_dir.iterdir()):
-            yield f"run_dir: {self.run_dir} is not empty, wanted a new or an empty folder"
+        if self.run_dir is not None and (left := _others(self.run_dir)):
+            yield f"run_dir: {self.run_dir} is not empty ({left}), wanted a new or empty folder, or a run's"
         if isinstance(self.algorithm, ActorCritic) and self.algorithm.critic.warmup_steps >= self.steps:
             yield (
                 f"algorithm.critic.warmup_steps: {self.algorithm.critic.warmup_steps}, wanted less than steps "
@@ -231,6 +306,13 @@ class Recipe:
             yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
 
 
+def _others(folder: Path) -> str | None:
+    """What lies in the folder of no run."""
+    if not folder.is_dir() or (folder / FILE).is_file():
+        return None
+    return next((path.name for path in folder.iterdir() if path.name != LOCK), None)
+
+
 def _resume_problems(resume: Path, steps: int, critic: bool) -> Iterator[str]:
     try:
         meta = read_meta(find(resume))
@@ -241,6 +323,12 @@ def _resume_problems(resume: Path, steps: int, critic: bool) -> Iterator[str]:
         yield f"steps: {steps}, wanted more than the {meta.step} that {resume} has behind it; they are counted on"
     if critic and not meta.critic:
         yield f"resume: {resume} holds no critic, and this algorithm trains one"
+
+
+def _kind_problems(kinds: tuple[CallKind, ...]) -> Iterator[str]:
+    if not kinds or len(set(kinds)) != len(kinds):
+        told = " ".join(kinds) or "none"
+        yield f"rollout.train_calls: {told}, wanted some of {', '.join(CallKind)}, each once"
 
 
 def _config(folder: Path) -> Mapping[str, Any] | None:
@@ -278,6 +366,9 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         "rollout.staleness": (rollout.staleness, 0),
         "validation.train_attempts": (recipe.validation.train_attempts, 1),
         "validation.heldout_attempts": (recipe.validation.heldout_attempts, 0),
+        "validation.every": (recipe.validation.every, 0),
+        "rollout.oversample": (rollout.oversample, 0),
+        "rollout.refill": (rollout.refill, 0),
         "sampling.max_tokens": (sampling.max_tokens, 1),
         "seed": (recipe.seed, 0),
         "rollout.limits.pids": (rollout.limits.pids, 1),
@@ -317,3 +408,20 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:
         yield f"credit.negative: {credit.negative}, wanted 0 to 1"
+    if credit.subagent_share is not None and not 0 <= credit.subagent_share < 1:
+        yield f"credit.subagent_share: {credit.subagent_share}, wanted 0 or more and less than 1, or None"
+    elif credit.subagent_share and recipe.algorithm.aggregate != "sequence":
+        yield (
+            f"credit.subagent_share: {credit.subagent_share}, wanted 0 or None with algorithm.aggregate "
+            f"{recipe.algorithm.aggregate}, where every token counts alike"
+        )
+    if rollout.oversample and rollout.staleness:
+        yield f"rollout.oversample: {rollout.oversample}, wanted 0 where rollout.staleness is {rollout.staleness}"
+    yield from rollout.filters.problems(rollout.group_size, recipe.algorithm.drop_flat_groups)
+    if isinstance(rollout.curriculum, Band):
+        yield from rollout.curriculum.problems()
+    validation = recipe.validation
+    if validation.timeout_s is not None and not 0 < validation.timeout_s < math.inf:
+        yield f"validation.timeout_s: {validation.timeout_s}, wanted more than 0 and finite, or None"
+    if not 0 <= validation.min_coverage <= 1:
+        yield f"validation.min_coverage: {validation.min_coverage}, wanted 0 to 1"

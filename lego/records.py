@@ -181,6 +181,10 @@ class Fidelity:
     drift: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)
     """Turns that failed a cross-check, by the check."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Turns by what they are for."""
+    truncated: bool = False
+    """The last turn that trains was cut by a limit on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harnesses.checks import checked
 from lego.budget import check_tasks
 from lego.capture.server import Proxy
 from lego.capture.session import Limits as SessionLimits
@@ -18,11 +19,14 @@ from lego.chat.render import Renderer
 from lego.cli import described, first_expected
 from lego.engine.base import Engine
 from lego.engine.folder import read_model_folder
+from lego.engine.pool import EnginePool
 from lego.engine.timely import TimelyEngine
 from lego.errors import UsageError
-from lego.learn.checkpoint_folder import Keep
+from lego.journal import Journal, digest
+from lego.keeper import Keeper
+from lego.learn.checkpoint_folder import Keep, find, latest, read_meta
 from lego.learn.client import Trainer
-from lego.loop import Loop
+from lego.loop import Loop, Parts
 from lego.observe.account import SPLITS, Account
 from lego.observe.interval import Rate
 from lego.observe.memory import PeakMemory
@@ -30,12 +34,16 @@ from lego.observe.outputs import Outputs
 from lego.observe.store import open_run
 from lego.observe.terminal import View, number, open_view
 from lego.recipe import Recipe
+from lego.resume import claimed, identity, open_journal
+from lego.rollout.mix import Mix, Weighted, mounted, named_by
 from lego.rollout.sessions import Sessions
+from lego.rollout.stored import GROUPS, Stored
 from lego.rollout.trial import Trials
 from lego.structured import together
 from lego.tasks.task import TaskSet
 from lego.tasks.verdict import Grader
-from sandbox.base import Mount, Progress, Sandbox
+from lego.validation import Validator
+from sandbox.base import Image, Progress, Sandbox
 
 log = logging.getLogger(__name__)
 SHM = Path("/dev/shm")
@@ -47,15 +55,21 @@ FIDELITY = {"pearson": ".6f", "k3": ".1e", "routing_coverage": ".1%", "trainable
 class Ready:
     """What was found out before anything was opened or written."""
 
-    mounts: tuple[Mount, ...]
+    mix: Mix
     experts: int
     renderer: Renderer
 
 
 async def run(recipe: Recipe, folder: Path, title: str) -> None:
     """Trains as the recipe says; everything it found out lies in `folder` afterwards."""
+    _refuse(await checked(recipe.harnesses, recipe.cache.expanduser(), None))
     ready = _ready(recipe)
-    with open_run(folder) as store, _log_file(folder / "run.log"), open_view(title) as view, shared_folder() as shared:
+    first = 0 if recipe.resume is None else read_meta(find(recipe.resume)).step
+    with claimed(folder), ExitStack() as stack:
+        journal = open_journal(folder, identity(recipe), first)
+        store = stack.enter_context(open_run(folder, journal.past.done))
+        stack.enter_context(_log_file(folder / "run.log"))
+        view, shared = stack.enter_context(open_view(title)), stack.enter_context(shared_folder())
         store.document("recipe.json", described(recipe))
         log.info("times: %s", recipe.budget.times(recipe.crew))
         template = ready.renderer.append_only()
@@ -64,10 +78,11 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
             store.event("template", difference=template)
         memory = PeakMemory()
         out = Outputs(store=store, view=view, account=Account(memory))
+        out.account.restore(folder, journal.past.measured)
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(memory.watch())
-                await _opened(recipe, ready, folder, out, shared)
+                await _Run(recipe, ready, folder, out, journal, shared).opened()
                 watching.cancel()
         except BaseException as error:
             out.account.stopped = str(first_expected(error) or repr(error))
@@ -75,7 +90,8 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
             raise
         finally:
             store.document("summary.json", out.account.summary())
-    _report(view, folder, out.account)
+        journal.finish()
+        _report(view, folder, out.account)
 
 
 def _ready(recipe: Recipe) -> Ready:
@@ -84,81 +100,161 @@ def _ready(recipe: Recipe) -> Ready:
         raise UsageError("git is not installed; the patches of trials are made with it")
     experts = read_model_folder(recipe.policy).experts
     return Ready(
-        mounts=recipe.harness.mounts(recipe.cache.expanduser()),
+        mix=_mix(recipe),
         experts=experts,
         renderer=Renderer.load(recipe.policy, thinking=recipe.chat.thinking, name=recipe.chat.family),
     )
 
 
-async def _opened(recipe: Recipe, ready: Ready, folder: Path, out: Outputs, shared: Path) -> None:
-    """Tasks, engine, trainer and proxy opened, trained with, and closed."""
-    await recipe.sandbox.reap()
-    out.view.phase("tasks")
-    await recipe.sandbox.prepare((), out.view.progress)  # tasks are verified in boxes too
-    tasks = await recipe.tasks.build(recipe.cache.expanduser(), recipe.sandbox, out.view.progress)
-    if not tasks.train:
-        raise UsageError("tasks: none of them is for training (split train)")
-    check_tasks(tasks, recipe.budget)
-    await _prepared(recipe.sandbox, tasks, out.view.progress)
-    out.view.phase("starting engine and trainer")
-    async with (
-        together(
-            recipe.engine.open(
-                recipe.policy, folder / "logs", seed=recipe.seed, shared=shared, stop_ids=ready.renderer.stop_ids
-            ),
-            recipe.trainer.open(
-                recipe.policy,
-                folder,
-                recipe.algorithm,
-                temperature=recipe.sampling.temperature,
-                steps=recipe.steps,
-                keep=Keep(last=recipe.checkpoints.keep_last, best=recipe.checkpoints.keep_best),
-                shared=shared,
-            ),
-        ) as (engine, trainer),
-        _proxy(recipe, ready, engine).open() as proxy,
-    ):
-        trials = _trials(recipe, ready, proxy, folder)
-        first = await trainer.load(recipe.resume) if recipe.resume else 0
-        if first >= recipe.steps:
-            raise UsageError(f"steps: {recipe.steps}, but {recipe.resume} has {first} behind it; wanted more")
-        await Loop(recipe, tasks, trials, engine, trainer, out, shared, first).run()
-        await _keep(trainer, recipe.steps, out.view, folder)
+def _mix(recipe: Recipe) -> Mix:
+    """Which harness runs what; HarnessNotFetched where one that trials will run is not there."""
+    return Mix(
+        weights={part.harness.name: part.weight for part in recipe.mix or (Weighted(harness=recipe.harness),)},
+        measured=recipe.measured_harness.name,
+        seed=recipe.seed,
+        ready=mounted(recipe.harnesses, recipe.cache.expanduser()),
+    )
 
 
-async def _prepared(sandbox: Sandbox, tasks: TaskSet, progress: Progress) -> None:
-    """Brings every image that boxes will need, and says in the log what is enforced in them."""
+class _Run:
+    """One life of a run: what its parts are made of."""
+
+    def __init__(
+        self, recipe: Recipe, ready: Ready, folder: Path, out: Outputs, journal: Journal, shared: Path
+    ) -> None:
+        self.recipe, self.ready, self.folder, self.out = recipe, ready, folder, out
+        self.journal, self.shared = journal, shared
+        self.checkpoints = folder / "checkpoints"
+        self.grader = Grader(recipe.sandbox, folder / "verdicts.jsonl")
+        self.patches: dict[tuple[str, str], str] = {}
+        self.mix = ready.mix
+
+    async def opened(self) -> None:
+        """Tasks, engine and trainer opened, trained with, and closed."""
+        recipe = self.recipe
+        tasks = await self._tasks()
+        self.out.view.phase("starting engine and trainer")
+        async with together(self._engine(), self._trainer()) as (engine, trainer):
+            version = await self._loaded(trainer)
+            async with self._trials(engine) as trials:
+                parts = Parts(
+                    recipe=recipe,
+                    tasks=tasks,
+                    trials=trials,
+                    engine=engine,
+                    trainer=trainer,
+                    validator=Validator(
+                        recipe=recipe,
+                        tasks=tasks,
+                        pool=engine,
+                        open_trials=self._trials,
+                        out=self.out,
+                        journal=self.journal,
+                    ),
+                    keeper=Keeper(self.journal, Stored(folder=self.folder / GROUPS), self.out.store),
+                    out=self.out,
+                    checkpoints=self.checkpoints,
+                )
+                await Loop(parts, version).run()
+            await _keep(trainer, recipe.steps, self.out.view, self.folder)
+
+    async def _tasks(self) -> TaskSet:
+        """The tasks, verified and with their images; UsageError for those that the run cannot have."""
+        recipe, progress = self.recipe, self.out.view.progress
+        await recipe.sandbox.reap()
+        self.out.view.phase("tasks")
+        await recipe.sandbox.prepare((), progress)  # tasks are verified in boxes too
+        tasks = await recipe.tasks.build(recipe.cache.expanduser(), recipe.sandbox, progress)
+        if not tasks.train:
+            raise UsageError("tasks: none of them is for training (split train)")
+        check_tasks(tasks, recipe.budget)
+        own = named_by(tasks, recipe.known_harnesses).values()
+        self.mix = self.ready.mix.with_ready(mounted(own, recipe.cache.expanduser()))
+        self.journal.tasks(digest([[task.id, task.split, task.digest] for task in tasks]))
+        image = await _prepared(recipe.sandbox, tasks, progress)
+        runs = [one.harness for one in self.mix.ready.values()]
+        _refuse(await checked(runs, recipe.cache.expanduser(), recipe.sandbox, image))
+        return tasks
+
+    def _engine(self) -> AbstractAsyncContextManager[EnginePool]:
+        recipe = self.recipe
+        return recipe.engine.open(
+            recipe.policy,
+            self.folder / "logs",
+            seed=recipe.seed,
+            shared=self.shared,
+            stop_ids=self.ready.renderer.stop_ids,
+        )
+
+    def _trainer(self) -> AbstractAsyncContextManager[Trainer]:
+        recipe = self.recipe
+        return recipe.trainer.open(
+            recipe.policy,
+            self.folder,
+            recipe.algorithm,
+            temperature=recipe.sampling.temperature,
+            steps=recipe.steps,
+            keep=Keep(last=recipe.checkpoints.keep_last, best=recipe.checkpoints.keep_best),
+            shared=self.shared,
+            transfer=recipe.engine.transfer,
+        )
+
+    async def _loaded(self, trainer: Trainer) -> int:
+        """The steps behind the weights that the trainer goes on from: the run's own newest checkpoint, or another's."""
+        start = latest(self.checkpoints) or self.recipe.resume
+        version = await trainer.load(start) if start else 0
+        done = self.journal.past.done
+        if not self.journal.past.first <= version <= done:
+            raise UsageError(f"{start}: a checkpoint after step {version} in a run that has {done} behind it")
+        return version
+
+    @asynccontextmanager
+    async def _trials(self, engine: Engine) -> AsyncIterator[Trials]:
+        """Trials whose model is this engine, behind a proxy of their own."""
+        recipe, times = self.recipe, self.recipe.budget.times(self.recipe.crew)
+        async with self._proxy(engine).open() as proxy:
+            yield Trials(
+                sandbox=recipe.sandbox,
+                cast=self.mix.of,
+                proxy=proxy,
+                grader=self.grader,
+                sessions=Sessions(
+                    folder=self.folder / "sessions", which=recipe.rollout.keep_sessions, renderer=self.ready.renderer
+                ),
+                limits=recipe.rollout.limits,
+                context_tokens=recipe.engine.max_model_len,
+                output_tokens=recipe.sampling.max_tokens,
+                times=times,
+                patches=self.patches,
+            )
+
+    def _proxy(self, engine: Engine) -> Proxy:
+        recipe, experts = self.recipe, self.ready.experts
+        limits = SessionLimits(
+            context_tokens=recipe.engine.max_model_len,
+            max_turns=recipe.rollout.max_turns,
+            max_sampled=recipe.rollout.max_trial_tokens,
+            experts=experts if experts and recipe.engine.routing is not False else None,
+            train_calls=recipe.rollout.train_calls,
+        )
+        timely = TimelyEngine(engine, recipe.budget.times(recipe.crew).call_s)
+        return Proxy(engine=timely, renderer=self.ready.renderer, sampling=recipe.sampling, limits=limits)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """UsageError for harnesses that cannot run here."""
+    if problems:
+        raise UsageError("\n  ".join(["the harnesses cannot run here:", *problems]))
+
+
+async def _prepared(sandbox: Sandbox, tasks: TaskSet, progress: Progress) -> Image | None:
+    """Brings every image that boxes will need, and says in the log what is enforced in them; returns the one tried."""
     images = dict.fromkeys(task.image for task in tasks)
     await sandbox.prepare([image for image in images if image is not None], progress)
     # A task without an image is refused here where boxes are made of nothing else.
     tried = None if None in images else next(iter(images))
     log.info("boxes here: %s", await asyncio.to_thread(sandbox.probe, tried))
-
-
-def _proxy(recipe: Recipe, ready: Ready, engine: Engine) -> Proxy:
-    limits = SessionLimits(
-        context_tokens=recipe.engine.max_model_len,
-        max_turns=recipe.rollout.max_turns,
-        max_sampled=recipe.rollout.max_trial_tokens,
-        experts=ready.experts if ready.experts and recipe.engine.routing is not False else None,
-    )
-    engine = TimelyEngine(engine, recipe.budget.times(recipe.crew).call_s)
-    return Proxy(engine=engine, renderer=ready.renderer, sampling=recipe.sampling, limits=limits)
-
-
-def _trials(recipe: Recipe, ready: Ready, proxy: Proxy, folder: Path) -> Trials:
-    return Trials(
-        sandbox=recipe.sandbox,
-        harness=recipe.harness,
-        mounts=ready.mounts,
-        proxy=proxy,
-        grader=Grader(recipe.sandbox, folder / "verdicts.jsonl"),
-        sessions=Sessions(folder=folder / "sessions", which=recipe.rollout.keep_sessions, renderer=ready.renderer),
-        limits=recipe.rollout.limits,
-        context_tokens=recipe.engine.max_model_len,
-        output_tokens=recipe.sampling.max_tokens,
-        times=recipe.budget.times(recipe.crew),
-    )
+    return tried
 
 
 async def _keep(trainer: Trainer, step: int, view: View, folder: Path) -> None:

@@ -1,9 +1,11 @@
-"""Structured concurrency that asyncio lacks: entering several contexts at once."""
+"""Structured concurrency that asyncio lacks: entering several contexts at once, and work that a cancel lets end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -27,3 +29,15 @@ async def together(*managers: AbstractAsyncContextManager[Any]) -> AsyncIterator
             yield tuple([await entered for entered in ready])
         finally:
             leave.set()
+
+
+async def unhurried(work: Coroutine[Any, Any, T], grace_s: float) -> T:
+    """What `work` returns. A caller that is cancelled meanwhile waits up to `grace_s` more for it, then cancels it."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,), timeout=grace_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

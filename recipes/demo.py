@@ -26,6 +26,7 @@ recipe = Recipe(
     tasks=DemoTasks(index=HERE / "demo_tasks.json"),
     # Codex by measured cost (tools/bench/harness_cost.py): 0.2 CPU-seconds a trial, pi takes 1.0.
     harness=Codex(instructions="You fix bugs."),
+    # `--mix codex=3 pi` trains in both, a group of trials in one of them; measurements stay Codex's.
     other_harnesses=(Pi(instructions="You fix bugs.", tools=("bash",)),),
     steps=5,
     # One update a batch: the ratio is 1 and the clip never bites, which is what so small a policy wants.

@@ -30,7 +30,8 @@ recipe = Recipe(
     policy=HOME / "models" / "Qwen3.5-35B-A3B",
     # Placeholders: any folder of tasks, and what `pip install --target` put beside it for their tests.
     tasks=Folder(path=HOME / "lego" / "tasks", testenv=HOME / "lego" / "testenv"),
-    # Its own system text and tools: what is learnt is OpenCode as users run it.
+    # Its own system text and tools: what is learnt is OpenCode as users run it, its sub-agents and its summaries
+    # included (rollout.train_calls): a policy that sums up badly loses its way in a long trial.
     harness=OpenCode(),
     steps=200,
     # The clips of the GSPO paper. A sequence ratio averages over thousands of tokens, so they are hundreds of

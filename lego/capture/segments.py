@@ -7,24 +7,26 @@ from typing import Any
 import numpy as np
 
 from lego.capture.crosscheck import FAULTS
-from lego.records import Fidelity, Mask, Routing, Segment, Turn
+from lego.records import CallKind, Fidelity, Mask, Routing, Segment, Turn
 
 
-def segments_of(turns: Sequence[Turn], excluded: Mapping[int, str]) -> tuple[Segment, ...]:
+def segments_of(turns: Sequence[Turn], excluded: Mapping[int, str], kinds: Sequence[CallKind]) -> tuple[Segment, ...]:
     """One segment for each path to a trainable leaf; a shared turn belongs to the first such path.
 
-    Paths are ordered turn by turn, so that what is added later takes no turn from a path before it.
+    A segment's own turns are of one kind: where a summary goes on from the work, the path ends twice, and each end has
+    the turns of its kind. Paths are ordered turn by turn, so that what is added later takes no turn from a path before.
     """
     owned: set[int] = set()
     segments = []
-    for path in sorted((_path(turns, leaf) for leaf in _leaves(turns, excluded)), key=_indexes):
-        mine = [t for t in path if t.index not in excluded and t.index not in owned]
+    for path in sorted((_path(turns, leaf) for leaf in _leaves(turns, excluded, kinds)), key=_indexes):
+        kind = kinds[path[-1].index]
+        mine = [t for t in path if t.index not in excluded and t.index not in owned and kinds[t.index] is kind]
         owned |= {t.index for t in mine}
-        segments.append(_segment(path, mine))
+        segments.append(_segment(path, mine, kind))
     return tuple(segments)
 
 
-def account(turns: Sequence[Turn], excluded: Mapping[int, str]) -> Fidelity:
+def account(turns: Sequence[Turn], excluded: Mapping[int, str], kinds: Sequence[CallKind]) -> Fidelity:
     """Sampled, trained and excluded tokens of a session."""
     causes: Counter[str] = Counter()
     faults = Counter(turn.rejected for turn in turns if turn.rejected in FAULTS)
@@ -42,15 +44,18 @@ def account(turns: Sequence[Turn], excluded: Mapping[int, str]) -> Fidelity:
         turns=len(turns),
         drift=dict(Counter(str(turn.drift) for turn in turns)),
         faults=dict(faults),
+        kinds=dict(Counter(str(kind) for kind in kinds)),
+        truncated=next((t.truncated for t in reversed(turns) if t.index not in excluded), False),
     )
 
 
-def _leaves(turns: Sequence[Turn], excluded: Mapping[int, str]) -> list[int]:
-    """Trainable turns that no trainable turn descends from, in order."""
+def _leaves(turns: Sequence[Turn], excluded: Mapping[int, str], kinds: Sequence[CallKind]) -> list[int]:
+    """Trainable turns that no trainable turn of their kind descends from, in order."""
     inner: set[int] = set()
     for turn in turns:
         if turn.index not in excluded:
-            inner |= {t.index for t in _path(turns, turn.index)[:-1]}
+            before = _path(turns, turn.index)[:-1]
+            inner |= {t.index for t in before if kinds[t.index] is kinds[turn.index]}
     return [t.index for t in turns if t.index not in excluded and t.index not in inner]
 
 
@@ -66,7 +71,7 @@ def _indexes(path: Sequence[Turn]) -> list[int]:
     return [turn.index for turn in path]
 
 
-def _segment(path: Sequence[Turn], mine: Sequence[Turn]) -> Segment:
+def _segment(path: Sequence[Turn], mine: Sequence[Turn], kind: CallKind) -> Segment:
     leaf = path[-1]
     ids = np.concatenate([leaf.prompt_ids, leaf.generation.output_ids]).astype(np.int32)
     mask = np.zeros(len(ids), np.bool_)
@@ -82,7 +87,13 @@ def _segment(path: Sequence[Turn], mine: Sequence[Turn]) -> Segment:
             versions[start + span.start : start + span.stop] = span.version
     routing, routed = _merged_routing(path, len(ids))
     return Segment(
-        ids_T=ids, mask_T=mask, logprobs_T=logprobs, versions_T=versions, routing_TLK=routing, routed_T=routed
+        ids_T=ids,
+        mask_T=mask,
+        logprobs_T=logprobs,
+        versions_T=versions,
+        routing_TLK=routing,
+        routed_T=routed,
+        kind=kind,
     )
 
 

@@ -13,12 +13,13 @@ from lego.capture.histories import Histories, History
 from lego.capture.joins import Answer, Joins
 from lego.capture.journal import NOWHERE, Journal, Origin, Step
 from lego.capture.keys import Key
+from lego.capture.kinds import asks_for_summary
 from lego.capture.segments import account, segments_of
 from lego.capture.tape import Tape
 from lego.chat.messages import BadMessage, Message, Tool, ToolCall
 from lego.chat.render import Parsed, Partial
 from lego.errors import EngineError
-from lego.records import Drift, Fidelity, Floats, Generation, Ids, Outcome, Sampling, Segment, Turn
+from lego.records import CallKind, Drift, Fidelity, Floats, Generation, Ids, Outcome, Sampling, Segment, Turn
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ ENGINE_ERROR = "engine_error"
 UNDELIVERED = "undelivered"
 SUPERSEDED = "superseded"
 SIDE_REQUEST = "side_request"
+LEFT_OUT = {kind: SIDE_REQUEST if kind is CallKind.SIDE else str(kind) for kind in CallKind}
+"""Why a call is not trained whose kind the recipe leaves out."""
+AGENTS = frozenset({CallKind.MAIN, CallKind.SUBAGENT})
+"""Kinds that a call takes over from the one that it goes on from."""
 UNFINISHED = frozenset({CANCELLED, ENGINE_ERROR})
 """Turns that never became an answer."""
 UNHEARD = UNFINISHED | {UNDELIVERED}
@@ -74,7 +79,7 @@ class SessionClosed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one trial may use, and what its turns must bring."""
+    """What one trial may use, what its turns must bring, and which of them train."""
 
     context_tokens: int = 32_768
     """Prompt and answer together."""
@@ -84,8 +89,11 @@ class Limits:
     """Tokens sampled in all calls together, as counted when a call is planned; None for no limit."""
     experts: int | None = None
     """Number of experts if routing must be captured; None for a model without."""
+    train_calls: tuple[CallKind, ...] = (CallKind.MAIN, CallKind.SUBAGENT, CallKind.SUMMARY)
+    """Kinds of calls that are trained; the others are excluded for a cause of LEFT_OUT."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "train_calls", tuple(CallKind(kind) for kind in self.train_calls))
         for name in ("context_tokens", "max_turns", "max_sampled", "experts"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -107,6 +115,8 @@ class Plan:
     """Tokens that an answer may have."""
     history: History
     tape: Tape
+    kind: CallKind
+    """What the call is for, unless it turns out to be a side request."""
     aside: bool
     """Without tools, telling no answer of ours, not known as a compaction: a side request if others have tools."""
 
@@ -132,7 +142,9 @@ class Session:
         self.limits = limits
         self.closed = False
         self.breach: LimitReached | None = None
-        """The first limit that refused a call, if one did."""
+        """The first limit that refused a call, if one did; not a full context that the harness got around."""
+        self._refused = -1
+        """The call that a limit refused last."""
         self.journal = Journal()
         self._renderer = renderer
         self._turns: list[Turn] = []
@@ -143,7 +155,8 @@ class Session:
         self._histories = Histories()
         self._joins = Joins(len(self.reply_id(0)))
         self._planned: set[Key] = set()
-        self._systems: set[Key] = set()
+        self._systems: dict[Key, CallKind] = {}
+        """System texts with their tools, and what the first call was for that had them."""
         self._parents: set[int | None] = set()
         self._in_history: set[int] = set()
         """Calls whose answers were told in a history since: these belong to the work, with tools or without."""
@@ -176,7 +189,7 @@ class Session:
         except (LimitReached, BadMessage) as refused:
             self.journal.refusals[call] = str(refused)
             if isinstance(refused, LimitReached):
-                self.breach = self.breach or refused
+                self.breach, self._refused = self.breach or refused, call
             raise
 
     def cached(self, plan: Plan) -> int:
@@ -216,6 +229,9 @@ class Session:
             self._routing_shape = generation.routing.shape[1:]
         turn = self._append(Step.ADD, plan, generation, sampling, found, seconds)
         self._answer(plan, turn)
+        if isinstance(self.breach, ContextExceeded) and plan.call > self._refused and plan.kind in AGENTS:
+            # The harness made its history shorter and went on.
+            self.breach = None
         return turn
 
     def abandon(
@@ -241,22 +257,26 @@ class Session:
 
     def segments(self) -> tuple[Segment, ...]:
         """Every trainable token once, in its own context."""
-        return segments_of(self._turns, self.excluded())
+        return segments_of(self._turns, self.excluded(), self.kinds())
 
     def fidelity(self) -> Fidelity:
         """The token account: sampled = trained + excluded."""
-        return account(self._turns, self.excluded())
+        return account(self._turns, self.excluded(), self.kinds())
+
+    def kinds(self) -> tuple[CallKind, ...]:
+        """What each turn is for, as far as it is known by now."""
+        return tuple(CallKind.SIDE if self._aside(plan) else plan.kind for plan in self._plans)
 
     def excluded(self) -> dict[int, str]:
         """Untrainable turns and why."""
         extended = {t.parent for t in self._turns if t.rejected not in UNFINISHED}
         causes: dict[int, str] = {}
         latest: dict[Key, int] = {}
-        for turn, plan in zip(self._turns, self._plans, strict=True):
+        for turn, plan, kind in zip(self._turns, self._plans, self.kinds(), strict=True):
             if turn.rejected:
                 causes[turn.index] = turn.rejected
-            elif self._aside(plan):
-                causes[turn.index] = SIDE_REQUEST
+            elif kind not in self.limits.train_calls:
+                causes[turn.index] = LEFT_OUT[kind]
             else:
                 latest[plan.key] = _accepted(turn, latest.get(plan.key), extended, causes)
         return causes
@@ -264,6 +284,7 @@ class Session:
     # Planning
 
     def _planned_call(self, call: int, messages: tuple[Message, ...], tools: tuple[Tool, ...], hint: Drift) -> Plan:
+        hint = Drift.COMPACTION if asks_for_summary(messages) else hint
         tells = any(self._joins.told(message) is not None for message in messages)
         aside = not (tools or tells or hint is Drift.COMPACTION)
         self._check_turns(aside and self._had_tools)
@@ -274,15 +295,17 @@ class Session:
         room = self._room(len(extension.prompt_ids))
         if parent is not None and self._turns[parent].rejected == UNDELIVERED:
             self._turns[parent] = replace(self._turns[parent], rejected=None)
+        drift = self._drift(parent, history, hint, aside)
         plan = Plan(
             call=call,
             prompt_ids=extension.prompt_ids,
             parent=parent,
-            drift=self._drift(parent, history, hint, aside),
+            drift=drift,
             routing_start=self._rows[parent] if parent is not None else 0,
             room=room,
             history=history,
             tape=extension.tape,
+            kind=self._kind(parent, history, hint, drift),
             aside=aside,
         )
         self._note(plan)
@@ -351,8 +374,29 @@ class Session:
         self._in_history |= {self._plans[turn].call for turn in told if turn is not None}
         self._parents.add(plan.parent)
         self._planned.add(plan.key)
-        self._systems.add(_system(plan.history))
+        self._systems.setdefault(_system(plan.history), plan.kind)
         self._had_tools |= bool(plan.history.tools)
+
+    # What a call is for
+
+    def _kind(self, parent: int | None, history: History, hint: Drift, drift: Drift) -> CallKind:
+        """Its label says it, or else what it goes on from, or else who has its system text and tools."""
+        if hint is Drift.COMPACTION:
+            return CallKind.SUMMARY
+        if hint is Drift.SUBAGENT:
+            return CallKind.SUBAGENT
+        # The first call with tools is the work's, though a title was asked for before it.
+        other = drift is Drift.SUBAGENT and self._had_tools
+        return self._whose(parent, history) or (CallKind.SUBAGENT if other else CallKind.MAIN)
+
+    def _whose(self, parent: int | None, history: History) -> CallKind | None:
+        """The work's or a sub-agent's, as what this call goes on from; None where nothing tells."""
+        if parent is None and (known := self._systems.get(_system(history))) in AGENTS:
+            return known
+        told = (self._joins.told(message) for message in reversed(history.messages))
+        before = parent if parent is not None else next((turn for turn in told if turn is not None), None)
+        # Work may go on from a summary, as Terminus-2's does: what it is lies before that.
+        return next((kind for turn in self._path(before) if (kind := self._plans[turn].kind) in AGENTS), None)
 
     # Why a call starts a new root
 

@@ -53,12 +53,17 @@ def _faults(run: Drilled, name: str) -> Iterator[str]:
         yield f"{name}: ended with an error: {run.end.error}"
     if not solved(run.changes):
         yield f"{name}: the one-line fix is not what was changed: {[str(change.path) for change in run.changes]}"
-    if fidelity.sampled != fidelity.trained + sum(fidelity.excluded.values()):
-        yield f"{name}: {fidelity.sampled} tokens sampled, but not all are trained or excluded for a cause"
+    # Counted where each is made: by the engine, in the segments, by cause.
+    sampled, excluded = sum(run.engine.sampled), sum(fidelity.excluded.values())
+    trained = sum(int(segment.mask_T.sum()) for segment in run.session.segments())
+    if sampled != trained + excluded:
+        yield f"{name}: {sampled} tokens were sampled, {trained} are trained and {excluded} excluded for a cause"
     if not share(run.session) >= LEAST_SHARE and run.session.turns and name == "plain run":
         yield f"{name}: only {share(run.session):.1%} of sampled tokens are trainable"
     if not run.session.turns:
         yield f"{name}: the model was never asked"
+    if run.cost.outbound:
+        yield f"{name}: {run.cost.outbound} tries to reach something else than the model"
     if run.left:
         yield f"{name}: left running: {', '.join(run.left)}"
 

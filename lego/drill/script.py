@@ -71,7 +71,11 @@ Step = Shell | Finish | Malformed | Unknown | Sampled | Broken | Late
 
 
 SUMMARY = Sampled("<summary>\nThe work is begun and is to be gone on with.\n</summary>")
-SUMMARY_ASKED = re.compile("CONTEXT CHECKPOINT COMPACTION|Respond with TEXT ONLY|component that summarizes")
+SUMMARY_ASKED = re.compile(
+    "CONTEXT CHECKPOINT COMPACTION|Respond with TEXT ONLY|component that summarizes"
+    # Terminus hands over in three calls.
+    "|hand off your work to another AI agent|picking up work from a previous AI agent|next agent has a few questions"
+)
 
 
 def asks_for_summary(harness: str, body: Body) -> bool:

@@ -1,9 +1,11 @@
 """The engine seam: token ids in, what was sampled out, and new weights between."""
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
+from lego.engine.usage import PoolUsage
 from lego.records import Floats, Generation, Ids, Sampling
 
 Progress = Callable[[Ids, Floats], None]
@@ -30,4 +32,24 @@ class Engine(Protocol):
 
     async def update(self, weights: Path, version: int) -> None:
         """Loads a safetensors file of HF-named weights as `version`: pause, load, finish, reset cache, resume."""
+        ...
+
+
+class Pool(Engine, Protocol):
+    """An engine that a whole run shares: one or many servers, of which one can be kept on its weights."""
+
+    @property
+    def version(self) -> int:
+        """The newest weights, 0 before any update."""
+        ...
+
+    def pinned(self) -> AbstractAsyncContextManager[Engine]:
+        """An `Engine` whose weights stay the newest of now while it is entered.
+
+        Updates of others go on; where there are no others an update waits for the end.
+        """
+        ...
+
+    def usage(self) -> PoolUsage:
+        """Numbers for metrics; asks nobody."""
         ...

@@ -2,13 +2,15 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lego.engine.base import Progress
+from lego.engine.usage import PoolUsage
 from lego.errors import EngineError
 from lego.records import Floats, Generation, Ids, Routing, Sampling, VersionSpan
 
@@ -24,7 +26,7 @@ class Call:
 
 
 class ScriptedEngine:
-    """Answers each prompt with `answer(prompt_ids)`, cut at `max_tokens`.
+    """A `Pool` that answers each prompt with `answer(prompt_ids)`, cut at `max_tokens`.
 
     It comes in pieces of `chunks` tokens, over and over, `chunk_seconds` before each; without, in one.
     Logprobs depend on the token alone, routing rows on token and position, so that the same context always reports
@@ -51,6 +53,10 @@ class ScriptedEngine:
         self.seconds = seconds
         self._chunks = chunks
         self._chunk_seconds = chunk_seconds
+        self._running = 0
+        self._pins = 0
+        self._free = asyncio.Event()
+        self._free.set()
 
     async def generate(
         self,
@@ -64,6 +70,7 @@ class ScriptedEngine:
         """See `Engine.generate`. `finish` is "stop" at a stop id, or without any where nothing was cut."""
         call = Call(prompt_ids=prompt_ids, sampling=sampling, session=session, routing_start=routing_start)
         self.calls.append(call)
+        self._running += 1
         try:
             await asyncio.sleep(self.seconds)
             whole = np.asarray(self._answer(prompt_ids), np.int32)
@@ -72,6 +79,8 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(call)
             raise
+        finally:
+            self._running -= 1
         if not len(output_ids):
             raise EngineError("the script has no answer to this prompt")
         return Generation(
@@ -93,9 +102,27 @@ class ScriptedEngine:
                 progress(ids[:told], made_up_logprobs(ids[:told]))
 
     async def update(self, weights: Path, version: int) -> None:
-        """See `Engine.update`; only the version is taken."""
+        """See `Engine.update`; only the version is taken, when nobody pins it."""
+        while self._pins:
+            await self._free.wait()
         self.updates.append((weights, version))
         self.version = version
+
+    @asynccontextmanager
+    async def pinned(self) -> "AsyncIterator[ScriptedEngine]":
+        """See `Pool.pinned`; updates wait."""
+        self._pins += 1
+        self._free.clear()
+        try:
+            yield self
+        finally:
+            self._pins -= 1
+            if not self._pins:
+                self._free.set()
+
+    def usage(self) -> PoolUsage:
+        """See `Pool.usage`."""
+        return PoolUsage(running=self._running)
 
     def _finish(self, whole: Ids, output_ids: Ids) -> str:
         if self._stop_ids is None:

@@ -15,6 +15,8 @@ import numpy as np
 from lego.engine.answer import Answer, Asked, request_body
 from lego.engine.base import Progress
 from lego.engine.folder import ModelFolder
+from lego.engine.transfer import check as check_weights_file
+from lego.engine.usage import Reading, read_metrics
 from lego.errors import EngineError
 from lego.records import Generation, Ids, Sampling
 
@@ -32,6 +34,10 @@ LAST_WORDS_S = 15.0
 HEALTH_LIMIT = aiohttp.ClientTimeout(total=5)
 
 
+class Unreachable(EngineError):
+    """The server broke off, or cannot be reached: another one, or this one started again, may well answer."""
+
+
 class VllmEngine:
     """An `Engine` over a running server. Made by `VllmServer.open`, or by hand for a server that runs elsewhere."""
 
@@ -44,16 +50,28 @@ class VllmEngine:
         pause: Literal["keep", "wait"] = "keep",
         update_timeout_s: float = 300.0,
         obituary: Callable[[], str | None] = lambda: None,
+        last_words_s: float = LAST_WORDS_S,
     ) -> None:
-        """`pause` says what an update does to answers under way; `obituary` tells how the server died, if it did."""
+        """`pause` says what an update does to answers under way; `obituary` tells how the server died, if it did.
+
+        After a failure it is waited for `last_words_s`.
+        """
         self.model = model
-        self._obituary = obituary
+        self.pid: int | None = None
+        """The root of the server's processes, if they are ours."""
+        self.routing = routing
+        self.obituary = obituary
+        self.version: int | None = None
+        """The weights that calls sample from; None before `label` and while others are loaded."""
+        self.loads = 0
+        """Updates begun."""
+        self._last_words_s = last_words_s
         self._http = http
-        self._routing = routing
         self._pause = pause
         self._update_timeout = aiohttp.ClientTimeout(total=update_timeout_s)
         self._updating = asyncio.Lock()
-        self._broken: str | None = None
+        self.broken: str | None = None
+        """Why no call can succeed any more."""
         self._reading: set[aiohttp.ClientResponse] = set()
 
     async def generate(
@@ -68,7 +86,7 @@ class VllmEngine:
         """See `Engine.generate`."""
         self._check_usable()
         stop_ids = self.model.stop_ids
-        start = routing_start if self._routing else None
+        start = routing_start if self.routing else None
         asked = Asked(
             model=self.model, prompt_len=len(prompt_ids), sampling=sampling, stop_ids=stop_ids, routing_start=start
         )
@@ -84,25 +102,39 @@ class VllmEngine:
         """An event of a streamed answer, whose status was 200 before anything could go wrong."""
         chunk = _json(GENERATE, event)
         if "error" in chunk:
-            raise EngineError(await self._why(f"{GENERATE}: {chunk['error']}"))
+            error = chunk["error"]
+            failure = _failure(error.get("code") if isinstance(error, dict) else None)
+            raise failure(await self._why(f"{GENERATE}: {error}"))
         return chunk
 
     async def update(self, weights: Path, version: int) -> None:
         """See `Engine.update`. After a failure the weights are in doubt: every later call raises."""
-        weights = check_weights_file(weights)
+        await self.load(weights, version)
+
+    async def load(self, weights: Path, version: int) -> float:
+        """Updates, and returns the seconds that nothing was sampled."""
+        weights = check_weights_file(weights, version)
         async with self._updating:
             self._check_usable()
+            self.version, self.loads = None, self.loads + 1
             began = time.monotonic()
             try:
-                await self._update(weights, version)
+                paused = await self._update(weights, version)
             except BaseException as error:
-                await self._break(f"update to version {version} failed: {error or type(error).__name__}")
+                await self.break_off(f"update to version {version} failed: {error or type(error).__name__}")
                 raise
+            self.version = version
             log.info("weights version=%d file=%s seconds=%.3f", version, weights.name, time.monotonic() - began)
+            return paused
 
     async def label(self, version: int) -> None:
         """Names the weights the server has now; for a server that just loaded them."""
         await self._step("/update_weight_version", {"new_version": str(version)})
+        self.version = version
+
+    async def weight_label(self) -> object:
+        """What the server itself calls its weights."""
+        return (await self._request("GET", "/weight_info")).get("weight_version")
 
     async def check_logprobs(self) -> None:
         """EngineError unless logprobs are of the distribution sampled from: with one token to choose from, 0.
@@ -116,16 +148,19 @@ class VllmEngine:
                 "it samples from: start vLLM with --logprobs-mode processed_logprobs"
             )
 
-    async def _update(self, weights: Path, version: int) -> None:
+    async def _update(self, weights: Path, version: int) -> float:
         await self._step(f"/pause?mode={self._pause}")
+        paused = time.monotonic()
         await self._step("/start_weight_update")
-        await self._step("/update_weights", {"update_info": {"path": str(weights)}})
+        await self._step("/update_weights", {"update_info": {"path": str(weights), "version": version}})
         await self._step("/finish_weight_update", {"weight_version": str(version)})
         await self._reset_prefix_cache()
         await self._step("/resume")
-        seen = (await self._request("GET", "/weight_info")).get("weight_version")
+        paused = time.monotonic() - paused
+        seen = await self.weight_label()
         if seen != str(version):
             raise EngineError(f"/weight_info: engine says version {seen!r} after the update to {version}")
+        return paused
 
     async def _reset_prefix_cache(self) -> None:
         """Drops keys and values of the old weights; running requests compute theirs again."""
@@ -134,7 +169,26 @@ class VllmEngine:
             if answer.get("success") is True:
                 return
             await asyncio.sleep(0.05 * 2**attempt)
-        raise EngineError(f"/reset_prefix_cache: refused {RESET_TRIES} times, blocks are still held: {answer}")
+        raise EngineError(f"/reset_prefix_cache: refused {RESET_TRIES} times, {await self._holders()}: {answer}")
+
+    async def _holders(self) -> str:
+        """Who may hold blocks of the cache."""
+        try:
+            reading = await self.read_metrics()
+        except EngineError:
+            reading = Reading()
+        if reading.running is None:
+            return "blocks are still held"
+        return f"blocks are still held by {reading.running} answers under way and {reading.waiting} waiting"
+
+    async def read_metrics(self) -> Reading:
+        """What the server's /metrics tell; EngineError without them or if they cannot be read."""
+        async with self._opened("GET", "/metrics", limit=HEALTH_LIMIT) as response:
+            text = await response.text()
+        try:
+            return read_metrics(text)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
 
     async def _step(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return await self._request("POST", path, json=body)
@@ -153,21 +207,21 @@ class VllmEngine:
             async with self._http.request(method, path, timeout=limit, **options) as response:
                 if response.status != 200:
                     said = f"{path}: status {response.status}: {(await response.text())[:500]}"
-                    raise EngineError(await self._why(said))
+                    raise _failure(response.status)(await self._why(said))
                 self._reading.add(response)
                 try:
                     yield response
                 finally:
                     self._reading.discard(response)
         except TimeoutError as error:
-            raise EngineError(f"{path}: no answer in time") from error
+            raise Unreachable(f"{path}: no answer in time") from error
         except aiohttp.ClientError as error:
-            raise EngineError(await self._why(f"{path}: {type(error).__name__}: {error}")) from error
+            raise Unreachable(await self._why(f"{path}: {type(error).__name__}: {error}")) from error
 
     async def _why(self, seen: str) -> str:
         """The cause behind a failure, which a dying server takes a while to show."""
-        latest = time.monotonic() + LAST_WORDS_S
-        while (reason := self._broken or self._obituary()) is None:
+        latest = time.monotonic() + self._last_words_s
+        while (reason := self.broken or self.obituary()) is None:
             if self._http.closed or time.monotonic() > latest or await self.healthy():
                 return seen
             await asyncio.sleep(0.1)
@@ -175,6 +229,8 @@ class VllmEngine:
 
     async def healthy(self) -> bool:
         """Whether the server answers and its engine lives."""
+        if self._http.closed:
+            return False
         try:
             async with self._http.get("/health", timeout=HEALTH_LIMIT) as response:
                 return response.status == 200
@@ -182,15 +238,20 @@ class VllmEngine:
             return False
 
     def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise EngineError(self._broken)
+        if self.broken is not None:
+            raise Unreachable(self.broken)
 
-    async def _break(self, reason: str) -> None:
-        """Ends the calls that a paused server would hold for ever."""
-        self._broken = reason
+    async def break_off(self, reason: str) -> None:
+        """Ends all calls, which a paused or hanging server would hold for ever; every later one raises `reason`."""
+        self.broken = self.broken or reason
         for response in self._reading:
             response.close()  # the session's own closing would leave their readers waiting
         await self._http.close()
+
+
+def _failure(status: object) -> type[EngineError]:
+    """The error for an HTTP status or its like in a stream: refused is refused everywhere, broken is not."""
+    return Unreachable if isinstance(status, int) and status >= 500 else EngineError
 
 
 def connect(url: str) -> aiohttp.ClientSession:
@@ -227,22 +288,3 @@ def _json(path: str, text: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise EngineError(f"{path}: answer is a JSON {type(found).__name__}, not an object")
     return found
-
-
-def check_weights_file(path: Path) -> Path:
-    """The file's absolute path; EngineError if it is no whole safetensors file, before the engine is touched."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if 0 < size < path.stat().st_size else None
-    except OSError as error:
-        raise EngineError(f"weights file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise EngineError(f"weights file {path} is not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise EngineError(f"weights file {path} is not a safetensors file")
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    wanted = 8 + size + max(ends, default=0)
-    if path.stat().st_size != wanted:
-        raise EngineError(f"weights file {path} has {path.stat().st_size} bytes, its header says {wanted}")
-    return path.resolve()

@@ -1,16 +1,16 @@
 """The weight-transfer backend: vLLM workers read new weights from one safetensors file of HF-named tensors.
 
-Runs inside vLLM. The file lies in shared memory or a shared folder; its writer must replace it, never write into it,
-since workers map it. An update that leaves a layer without its weights is an error: vLLM would only log it and go on
+Runs inside vLLM. Workers map the file, so that it must stay as it is until the update is finished: one that was written
+into meanwhile is an error. So is an update that leaves a layer without its weights: vLLM would only log it and go on
 with the old ones.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from lego.engine.transfer import WeightsFile
 
 
 @dataclass
@@ -33,6 +35,8 @@ class FileUpdate(WeightTransferUpdateInfo):
     """One file holds all weights of one version."""
 
     path: str
+    version: int | None = None
+    """What the file must hold, if it says what it holds; None takes any."""
 
 
 class SafetensorsFileEngine(WeightTransferEngine[FileInit, FileUpdate]):
@@ -41,15 +45,20 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInit, FileUpdate]):
     init_info_cls = FileInit
     update_info_cls = FileUpdate
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._file: WeightsFile | None = None
+
     def init_transfer_engine(self, init_info: FileInit) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        self._close()  # of an update that failed on its way
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        with safe_open(update_info.path, framework="pt") as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # type: ignore[operator] # noqa: SIM118
+        self._file = WeightsFile(Path(update_info.path), update_info.version)
+        self.model.load_weights(iter(self._file))  # type: ignore[operator]
         missing = list(unloaded(self.model))
         if missing:
             raise ValueError(f"{update_info.path} left {len(missing)} layers without all weights, first {missing[0]}")
@@ -59,9 +68,17 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInit, FileUpdate]):
         for layer in tied(self.model):
             # The weight itself is up to date; what the layer packed of it for its CPU kernel is not.
             layer.quant_method.process_weights_after_loading(layer)
+        if self._file is not None:
+            self._file.check()  # only now is the last tensor read: some wait for the rest of their layer
+        self._close()
 
     def shutdown(self) -> None:
-        pass
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
 
 def tied(model: torch.nn.Module) -> Iterator[Any]:

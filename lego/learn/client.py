@@ -1,9 +1,11 @@
 """The driver's side of the trainer: starts the ranks, hands over batches, waits for answers; imports no torch."""
 
 import asyncio
+import glob
 import json
 import logging
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -17,7 +19,8 @@ import zmq
 import zmq.asyncio
 
 from lego.child import Child
-from lego.errors import GateError, TrainerError
+from lego.engine.transfer import SharedMemory, Transfer
+from lego.errors import GateError, TrainerError, UsageError
 from lego.learn import packing
 from lego.learn.checkpoint_folder import find
 from lego.learn.costs import Costs
@@ -55,6 +58,26 @@ def wire_folder(home: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def weights_folder(transfer: Transfer, wire: Path) -> Iterator[Path]:
+    """Where this run's weights pass to engines: `wire`, or a folder of its own among those of other runs.
+
+    There, the folders of this machine's dead runs are removed first. UsageError if the shared folder does not exist.
+    """
+    if isinstance(transfer, SharedMemory):
+        yield wire
+        return
+    if not transfer.path.is_dir():
+        raise UsageError(f"engine.transfer.path: {transfer.path}, wanted an existing folder")
+    mark = f"lego-weights-{platform.node()}-"
+    for old in transfer.path.glob(f"{glob.escape(mark)}*"):
+        owner = old.name.removeprefix(mark).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{mark}{os.getpid()}-", dir=transfer.path.resolve()) as folder:
+        yield Path(folder)
 
 
 @asynccontextmanager
@@ -163,9 +186,13 @@ class Trainer:
         packing.write(batch, path)
         return batch
 
-    async def export(self, path: Path) -> None:
-        """Writes all weights as one safetensors file with HF names; it appears complete or not at all."""
-        await self._command("export", path=str(path))
+    async def export(self, version: int) -> Path:
+        """Writes all weights as `version` into one safetensors file with HF names, for engines to load; returns it.
+
+        The file is whole or refused by its readers, and stays as it is until the export after the next begins; nobody
+        else is to write or remove it. Raises TrainerError, before anything is written, where there is no room.
+        """
+        return Path((await self._command("export", version=version))["path"])
 
     async def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """Begins to write the checkpoint of a step, all weights and optimizer state; training may go on meanwhile."""

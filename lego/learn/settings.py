@@ -18,6 +18,10 @@ class Settings:
     """Address of the socket on which rank 0 takes commands."""
     shared: str
     """Folder in which each rank tells its progress."""
+    weights: str
+    """Folder of this run alone for the files that carry weights to engines."""
+    in_place: bool
+    """Whether those files are written in place, in memory that engines share."""
     model: str
     layout: Layout
     export_dtype: DType

@@ -216,7 +216,8 @@ class Network:
         """Writes HF-named weights into an existing folder, with an index if they fill several files."""
         stream = self.weights.stream(dtype)
         if dist.get_rank() == 0:
-            hf_folder.save_sharded(folder, self.weights.sizes(dtype), stream, shard_bytes)
+            sizes = {name: form.nbytes for name, form in self.weights.forms(dtype).items()}
+            hf_folder.save_sharded(folder, sizes, stream, shard_bytes)
         else:
             collections.deque(stream, maxlen=0)
 

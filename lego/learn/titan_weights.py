@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lego.engine.transfer import misfits
 from lego.errors import UsageError
 from lego.learn import hf_folder
 from lego.learn.titan_models import Architecture, matches
@@ -27,12 +28,6 @@ _EMBEDDING = "tok_embeddings.weight"
 _NESTED, _FLAT = "model.language_model.", "model."
 _ONE = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"^layers\.\d+\.")
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors by name."""
-_NAMED = 3
-"""Tensors that a message names."""
 
 
 def clean(name: str) -> str:
@@ -121,57 +116,49 @@ class Weights:
             for name in group:
                 _fill(self._places[name], whole[name])
 
-    def stream(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of the folder's tensors with the model's values, on CPU, gathered a layer at a time.
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of the folder's tensors with the model's values, as the model has them, gathered a layer at a time.
 
-        Yields them on rank 0 and nothing on others. With a dtype, they come in it; but those that the folder keeps
-        in another one than most, such as a selection bias, keep theirs, and so do all without a dtype.
+        Yields them on rank 0 and nothing on others. Views of the model where nothing had to be gathered: copy each
+        before the next step.
         """
         for group, shapes in self._groups:
             whole = {name: _collected(self._places[name]) for name in group}
             if dist.get_rank() == 0:
                 tensors = self._names.to_file(self.arch.adapter.to_hf(whole))
                 for name in shapes:
-                    yield name, tensors.pop(name).to(dtype=self._dtype(name, dtype)).contiguous()
+                    yield name, tensors.pop(name)
                     if self._head_stored and name == self._embedding():
-                        yield _HEAD, whole[_EMBEDDING].to(dtype=self._dtype(_HEAD, dtype), copy=True)
+                        yield _HEAD, whole[_EMBEDDING]
         if dist.get_rank() == 0:
             yield from ((name, self.stored.read(name)) for name in self.carried)
 
-    def sizes(self, dtype: torch.dtype | None) -> dict[str, int]:
-        """Bytes of each tensor that `stream` yields, in its order."""
+    def stream(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `held` yields, on CPU and contiguous, in the dtype that `forms` tells; a tied head is a copy."""
+        for name, tensor in self.held():
+            copy = self._head_stored and name == _HEAD
+            yield name, tensor.to(device="cpu", dtype=self._dtype(name, dtype), copy=copy).contiguous()
+
+    def forms(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Shape and dtype of each tensor that `stream` yields, in its order, as tensors without memory.
+
+        With a dtype, they come in it; but those that the folder keeps in another one than most, such as a selection
+        bias, keep theirs, and so do all without a dtype.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for _, group in self._groups:
             for name, shape in group.items():
                 shapes[name] = shape
                 if self._head_stored and name == self._embedding():
                     shapes[_HEAD] = shape
-        sizes = {name: torch.Size(shape).numel() * self._dtype(name, dtype).itemsize for name, shape in shapes.items()}
-        kept = (self.stored.tensors[name] for name in self.carried)
-        return sizes | {
-            n: torch.Size(s.shape).numel() * s.dtype.itemsize for n, s in zip(self.carried, kept, strict=True)
-        }
+        trained = {n: torch.empty(shape, dtype=self._dtype(n, dtype), device="meta") for n, shape in shapes.items()}
+        kept = {name: self.stored.tensors[name] for name in self.carried}
+        return trained | {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in kept.items()}
 
     def _dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         main = self.stored.main_dtype
         own = self.stored.tensors[name].dtype if name in self.stored.tensors else main
         return wanted if wanted is not None and own == main else own
-
-
-def misfits(found: Shapes, wanted: Shapes) -> list[str]:
-    """What keeps tensors of these shapes from being the wanted ones, in words that name the first."""
-    kinds = {
-        "are missing": [name for name in wanted if name not in found],
-        "have no place in this model": [name for name in found if name not in wanted],
-        "have another shape": [
-            f"{name} {found[name]} (want {wanted[name]})"
-            for name in wanted
-            if found.get(name, wanted[name]) != wanted[name]
-        ],
-    }
-    return [
-        f"{len(names)} tensors {what}: {', '.join(sorted(names)[:_NAMED])}" for what, names in kinds.items() if names
-    ]
 
 
 def places(arch: Architecture, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -249,7 +236,7 @@ def _fill(place: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _collected(place: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, in CPU memory on rank 0; an empty one on others."""
+    """All of a tensor on rank 0; an empty one on others."""
     value = place.detach()
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.cpu() if dist.get_rank() == 0 else torch.empty(0)
+    return whole if dist.get_rank() == 0 else torch.empty(0)

@@ -4,10 +4,11 @@ import json
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from lego.engine.transfer import SharedMemory, Transfer
 from lego.errors import UsageError
 from lego.learn.algorithms import GSPO, Algorithm
 from lego.learn.checkpoint_folder import Keep
@@ -145,11 +146,13 @@ class TrainerSpec:
         steps: int | None = None,
         keep: Keep | None = None,
         shared: Path | None = None,
+        transfer: Transfer | None = None,
     ) -> "AsyncIterator[Trainer]":
         """Starts the ranks on a model folder; logs go to `run`/trainer. The ranks end with the block, or the driver.
 
         Batches pass through a new folder in `shared`, by default the machine's shared memory; checkpoints go to
-        `run`/checkpoints, where `keep` says which stay. `steps` are those of the whole run, for the learning rate.
+        `run`/checkpoints, where `keep` says which stay. `transfer` is how exported weights reach engines, by default
+        through that new folder. `steps` are those of the whole run, for the learning rate.
 
         `temperature` is the one all tokens were sampled at. Raises UsageError for a model that is not there or that
         this layout does not fit, before any process starts; TrainerError if a rank fails.
@@ -157,13 +160,14 @@ class TrainerSpec:
         problems = list(self.problems(_model_config(model), steps))
         if problems:
             raise UsageError("\n".join(problems))
-        from lego.learn.client import opened, wire_folder  # here, so that a recipe loads no ZeroMQ
+        from lego.learn.client import opened, weights_folder, wire_folder  # here, so that a recipe loads no ZeroMQ
 
         logs = run / "trainer"
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "failure.json").unlink(missing_ok=True)
-        with wire_folder(shared) as wire:
+        with wire_folder(shared) as wire, weights_folder(transfer or SharedMemory(), wire) as weights:
             settings = self._settings(model, run, wire, algorithm or GSPO(), self.schedule(steps), keep or Keep())
+            settings = replace(settings, weights=str(weights), in_place=weights == wire)
             async with opened(self, settings, logs, temperature) as trainer:
                 yield trainer
 
@@ -173,6 +177,8 @@ class TrainerSpec:
         return Settings(
             control=f"ipc://{shared / 'control'}",
             shared=str(shared),
+            weights=str(shared),
+            in_place=True,
             model=str(model.resolve()),
             layout=self.layout,
             export_dtype=self.export_dtype or self.dtype,

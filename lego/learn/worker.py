@@ -4,6 +4,7 @@ Rank 0 takes commands from the driver as JSON over a ZeroMQ pair and passes them
 that makes no progress inside a command for `stall_s` writes the stack of all its threads and ends.
 """
 
+import collections
 import faulthandler
 import gc
 import json
@@ -33,6 +34,7 @@ from lego.learn.progress import Watchdog  # noqa: E402
 from lego.learn.schedule import Schedule  # noqa: E402
 from lego.learn.settings import Settings  # noqa: E402
 from lego.learn.step import Actors, Plan, train_step  # noqa: E402
+from lego.learn.weight_files import InPlace, Replaced, WeightFiles  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Worker:
         self.checkpoints = Checkpointer(
             Path(settings.checkpoints), self.actors.optimizer, self.actors.critic_optimizer, settings.keep
         )
+        self.files: WeightFiles | None = None  # once they are asked for, on rank 0
 
     def _actors(self) -> Actors:
         settings, model, layout = self.settings, Path(self.settings.model), self.settings.layout
@@ -85,10 +88,16 @@ class Worker:
         gc.collect()
         return asdict(found) | {"seconds": {**found.seconds, "wall": time.perf_counter() - start}}
 
-    def export(self, path: str) -> dict[str, Any]:
-        """All weights, HF names, one file."""
-        self.actors.policy.export(Path(path), DTYPES[self.settings.export_dtype])
-        return {}
+    def export(self, version: int) -> dict[str, Any]:
+        """All weights, HF names, in one of the files that pass to engines."""
+        weights = self.actors.policy.weights
+        if self.rank != 0:
+            collections.deque(weights.held(), maxlen=0)
+            return {}
+        if self.files is None:
+            made = InPlace if self.settings.in_place else Replaced
+            self.files = made(Path(self.settings.weights), weights.forms(DTYPES[self.settings.export_dtype]))
+        return {"path": str(self.files.write(version, weights.held()))}
 
     def save(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Begins to write weights and optimizer state to go on from, on any number of ranks."""

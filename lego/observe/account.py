@@ -1,9 +1,14 @@
-"""The running account of a run: rates, phase times and token counts, and the summary they end in."""
+"""The running account of a run: rates, phase times and token counts, and the summary they end in.
+
+It is made of the lines of the run folder, so that a run that goes on after a crash has the account of one that did not.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from lego.learn.report import StepReport
+from lego.lines import rows
 from lego.observe.interval import Rate
 from lego.observe.memory import PeakMemory
 from lego.records import Trajectory
@@ -11,7 +16,7 @@ from lego.tasks.task import SPLITS
 
 
 class Account:
-    """Adds up what the loop reports; numbers that nobody measured stay None."""
+    """Adds up what the run folder's lines tell; numbers that nobody measured stay None."""
 
     def __init__(self, memory: PeakMemory) -> None:
         self.memory = memory
@@ -21,37 +26,56 @@ class Account:
         self.outcomes: Counter[str] = Counter()
         self.reused = 0
         self.trials = 0
-        self.reports: list[StepReport] = []
+        self.steps: list[Mapping[str, Any]] = []
+        """Numbers of the steps that trained anything."""
         self.stopped: str | None = None
         """What ended the run before its end."""
 
-    def trial(self, trajectory: Trajectory) -> None:
-        """One finished trial."""
+    def trial(self, row: Mapping[str, Any]) -> None:
+        """A line of trials.jsonl."""
         self.trials += 1
-        self.outcomes[trajectory.outcome.value] += 1
-        self.reused += trajectory.verdict_reused
-        self.tokens["sampled"] += trajectory.fidelity.sampled
-        self.tokens["trainable"] += trajectory.fidelity.trained
-        self.tokens["excluded"] += sum(trajectory.fidelity.excluded.values())
+        self.outcomes[row["outcome"]] += 1
+        self.reused += row["verdict_reused"]
+        self.tokens["sampled"] += row["sampled"]
+        self.tokens["trainable"] += row["trainable"]
+        self.tokens["excluded"] += sum(row["excluded"].values())
 
-    def measured(self, moment: str, split: str, rate: Rate) -> None:
-        """A solve rate of `split` at the start or the end."""
-        self.rates[moment][split] = rate
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        for phase in ("trials", "train", "push"):
+            self.seconds[phase] += float(row[f"seconds/{phase}"])
+        if "train/k3" in row:
+            self.steps.append(row)
 
-    def spent(self, phase: str, seconds: float) -> None:
-        """Wall seconds of a phase."""
-        self.seconds[phase] += seconds
+    def measured(self, moment: str, split: str, rate: Rate, seconds: float = 0.0) -> None:
+        """A solve rate of `split`, and the wall seconds that it took; the summary has those of start and end."""
+        self.rates.setdefault(moment, {})[split] = rate
+        self.seconds["measure"] += seconds
+
+    def restore(self, folder: Path, measured: Mapping[tuple[str, str], Rate]) -> None:
+        """Takes over what an earlier life of the run wrote into its folder."""
+        for row in rows(folder / "trials.jsonl"):
+            self.trial(row)
+        for row in rows(folder / "metrics.jsonl"):
+            self.step(row)
+        spent = {(e["moment"], e["split"]): e["seconds"] for e in rows(folder / "events.jsonl") if _is_measured(e)}
+        for (moment, split), rate in measured.items():
+            self.measured(moment, split, rate, spent.get((moment, split), 0.0))
 
     def fidelity(self) -> dict[str, float | None]:
         """The worst of all steps, but k3 of the first."""
-        reports, sampled = self.reports, self.tokens["sampled"]
+        sampled = self.tokens["sampled"]
+        pearson, k3, coverage = (self._numbers(f"train/{n}") for n in ("pearson", "k3", "routing_coverage"))
         return {
-            "pearson": min((r.pearson for r in reports), default=None),
-            "k3": reports[0].k3 if reports else None,
-            "k3_max": max((r.k3 for r in reports), default=None),
-            "routing_coverage": min((r.routing_coverage for r in reports), default=None),
+            "pearson": min(pearson, default=None),
+            "k3": k3[0] if k3 else None,
+            "k3_max": max(k3, default=None),
+            "routing_coverage": min(coverage, default=None),
             "trainable_share": self.tokens["trainable"] / sampled if sampled else None,
         }
+
+    def _numbers(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.steps]
 
     def summary(self) -> dict[str, object]:
         """What summary.json holds."""
@@ -71,6 +95,10 @@ class Account:
     def _triple(self, moment: str, split: str) -> list[float] | None:
         rate = self.rates[moment].get(split)
         return None if rate is None or not rate.asked else rate.triple()
+
+
+def _is_measured(event: Mapping[str, Any]) -> bool:
+    return event.get("kind") == "measured"
 
 
 def outcome_counts(trajectories: Sequence[Trajectory]) -> Mapping[str, int]:

@@ -21,17 +21,21 @@ class Outputs:
     view: View
     account: Account
 
-    def trial(self, step: int, trajectory: Trajectory) -> None:
-        """A trial has ended; step -1 is a measurement."""
+    def trial(self, trajectory: Trajectory, measurement: str = "") -> None:
+        """A trial has ended, of training or of a measurement such as end/heldout."""
         self.view.advance(trajectory.outcome.value)
-        self.store.trial(step, trajectory)
-        self.account.trial(trajectory)
+        self.account.trial(self.store.trial(trajectory, measurement))
 
-    def measured(self, moment: str, split: str, rate: Rate, seconds: float) -> None:
-        """A solve rate at the start or the end of the run."""
-        self.account.measured(moment, split, rate)
-        self.account.spent("measure", seconds)
-        self.store.event("measured", moment=moment, split=split, rate=rate.triple(), seconds=seconds)
+    def measured(
+        self, moment: str, split: str, rate: Rate, seconds: float, *, version: int, coverage: float = 1.0
+    ) -> None:
+        """A solve rate by the weights of one version, and the share of its trials that came to a result."""
+        told = {"rate": rate.triple(), "seconds": seconds, "version": version, "coverage": coverage}
+        self.account.measured(moment, split, rate, seconds)
+        self.store.event("measured", moment=moment, split=split, **told)
+        solved = {f"validation/{split}_solve_rate": rate.value} if rate.asked else {}
+        self.store.curve(version, solved | {f"validation/{split}_coverage": coverage})
+        self.store.sync()
 
     def step(
         self,
@@ -40,18 +44,15 @@ class Outputs:
         credited: Credited,
         report: StepReport | None,
         seconds: Mapping[str, float],
+        more: Mapping[str, float],
     ) -> None:
-        """A step is done; `report` is None where every group was flat and nothing was trained."""
+        """A step is done, with `more` numbers of its parts; `report` is None where nothing could be trained on."""
         rate = Rate(*solved_and_asked(trajectories))
-        if step == 0 and "train" not in self.account.rates["start"]:
-            self.account.measured("start", "train", rate)
-        if report is not None:
-            self.account.reports.append(report)
-        for phase, spent in seconds.items():
-            self.account.spent(phase, spent)
         self.view.step(_row(step, trajectories, rate, report, seconds))
-        numbers = _metrics(trajectories, rate, credited, report, seconds)
+        numbers = {**_metrics(trajectories, rate, credited, report, seconds), **more}
+        self.account.step(numbers)
         self.store.metrics(step, numbers, report.histograms() if report else {})
+        self.store.sync()
 
 
 def _share(trajectories: Sequence[Trajectory]) -> float:
@@ -88,9 +89,26 @@ def _metrics(
         "rollout/trainable_share": _share(trajectories),
         "rollout/turns": sum(t.fidelity.turns for t in trajectories) / len(trajectories),
         "rollout/verdicts_reused": sum(t.verdict_reused for t in trajectories),
-        "credit/flat_groups": credited.flat / credited.groups,
         "credit/samples": len(credited.samples),
+        "credit/empty_trials": credited.empty,
+        "credit/tokens": credited.tokens,
+        "credit/unused_tokens": credited.unused_tokens,
     }
     values |= {f"outcome/{name}": n for name, n in outcome_counts(trajectories).items()}
     values |= {f"seconds/{name}": s for name, s in seconds.items()}
+    for harness in sorted({t.harness for t in trajectories}):
+        values |= _of_harness(harness, [t for t in trajectories if t.harness == harness])
     return values | (report.metrics() if report else {})
+
+
+def _of_harness(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The numbers of one harness's trials; those of a step have at least one."""
+    rate = Rate(*solved_and_asked(trajectories))
+    values = {
+        **({"solve_rate": rate.value} if rate.asked else {}),
+        "trials": len(trajectories),
+        "turns": sum(t.fidelity.turns for t in trajectories) / len(trajectories),
+        "trainable_share": _share(trajectories),
+    }
+    values |= {f"outcome/{outcome}": n for outcome, n in outcome_counts(trajectories).items()}
+    return {f"harness/{name}/{what}": value for what, value in values.items()}

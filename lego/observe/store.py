@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from lego.errors import UsageError
 from lego.observe.tensorboard import Curves
 from lego.records import Histogram, Trajectory
+
+NAMES = ("events", "metrics", "trials")
+"""Of the files of lines."""
 
 
 def strict(value: object) -> object:
@@ -45,33 +47,20 @@ class RunStore:
         self._line("metrics", {"step": step, **values, **{name: vars(h) for name, h in histograms.items()}})
         self._curves.add(step, values, histograms)
 
-    def trial(self, step: int, trajectory: Trajectory) -> None:
-        """One finished trial, without its token arrays."""
-        t = trajectory
-        self._line(
-            "trials",
-            {
-                "step": step,
-                "task": t.task,
-                "split": t.split,
-                "attempt": t.attempt,
-                "version": t.version,
-                "outcome": t.outcome.value,
-                "reward": t.reward,
-                "turns": t.fidelity.turns,
-                "sampled": t.fidelity.sampled,
-                "trainable": t.fidelity.trained,
-                "excluded": dict(t.fidelity.excluded),
-                "drift": dict(t.fidelity.drift),
-                "faults": dict(t.fidelity.faults),
-                "segments": len(t.segments),
-                "seconds": dict(t.seconds),
-                "verdict_reused": t.verdict_reused,
-                "patch": t.patch,
-                "detail": t.detail,
-                "recording": t.recording,
-            },
-        )
+    def curve(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers for TensorBoard alone."""
+        self._curves.add(step, values, {})
+
+    def trial(self, trajectory: Trajectory, measurement: str = "") -> dict[str, object]:
+        """One finished trial, without its token arrays; `measurement` is the one it belongs to, such as end/heldout."""
+        row = trial_row(trajectory) | {"measurement": measurement}
+        self._line("trials", row)
+        return row
+
+    def sync(self) -> None:
+        """All lines so far are on the disk afterwards."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
 
     def document(self, name: str, value: object) -> Path:
         """Writes a whole JSON file, in one piece or not at all."""
@@ -86,21 +75,40 @@ class RunStore:
         self._files[name].flush()
 
 
+def trial_row(trajectory: Trajectory) -> dict[str, object]:
+    """A trial as its line in trials.jsonl tells it."""
+    t = trajectory
+    return {
+        "task": t.task,
+        "split": t.split,
+        "attempt": t.attempt,
+        "group": t.group,
+        "harness": t.harness,
+        "version": t.version,
+        "outcome": t.outcome.value,
+        "reward": t.reward,
+        "turns": t.fidelity.turns,
+        "sampled": t.fidelity.sampled,
+        "trainable": t.fidelity.trained,
+        "excluded": dict(t.fidelity.excluded),
+        "drift": dict(t.fidelity.drift),
+        "kinds": dict(t.fidelity.kinds),
+        "faults": dict(t.fidelity.faults),
+        "segments": len(t.segments),
+        "seconds": dict(t.seconds),
+        "verdict_reused": t.verdict_reused,
+        "patch": t.patch,
+        "detail": t.detail,
+        "recording": t.recording,
+    }
+
+
 @contextmanager
-def open_run(folder: Path) -> Iterator[RunStore]:
-    """A new run folder; UsageError if it cannot be written or holds another run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(folder.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"run_dir: {folder}: {os.strerror(error.errno or 0)}; wanted a folder that can be written"
-        ) from error
-    if occupied:
-        raise UsageError(f"run_dir: {folder} is not empty; wanted a new or empty folder")
-    names = ("events", "metrics", "trials")
-    files = {name: (folder / f"{name}.jsonl").open("w") for name in names}
-    curves = Curves(folder / "tensorboard")
+def open_run(folder: Path, first: int = 0) -> Iterator[RunStore]:
+    """A run folder to add to; numbers of steps from `first` on are those to come, whatever its curves hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: (folder / f"{name}.jsonl").open("a") for name in NAMES}
+    curves = Curves(folder / "tensorboard", first)
     try:
         yield RunStore(folder, curves, files)
     finally:

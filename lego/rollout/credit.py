@@ -1,24 +1,35 @@
-"""From rewards to weighted samples: one reward a trial, however many segments it has. Pure."""
+"""From rewards to weighted samples: one reward a trial, however many segments it has. Pure (docs/credit.md)."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from lego.records import Sample, Trajectory
+from lego.records import CallKind, Sample, Segment, Trajectory
 
 Advantages = Callable[[list[list[float]]], list[list[float]]]
 """Rewards of a step's groups to advantages."""
+Spread = Literal["segments", "tokens"]
+"""How a trial's weight of 1 spreads over its segments: evenly, or by their trainable tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What an algorithm wants of groups and rewards."""
+    """What an algorithm wants of groups and rewards, and how a trial's weight spreads over its segments."""
 
     advantages: Advantages
     shaped: Callable[[float, int], float] = lambda reward, length: reward
     """The reward that counts, of a trial's own and the tokens it sampled."""
     least_group: int = 2
     drop_flat_groups: bool = True
+    spread: Spread = "segments"
+    subagent_share: float | None = None
+    """The weight of all sub-agents of a trial together; None for segments like any others, 0 to leave them out."""
+
+    def __post_init__(self) -> None:
+        share = self.subagent_share
+        if share is not None and not 0 <= share < 1:
+            raise ValueError(f"subagent_share: {share}, wanted at least 0 and less than 1, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +40,19 @@ class Credited:
     groups: int
     flat: int
     small: int
+    empty: int = 0
+    """Trials of the groups that train whose every segment has weight 0; their rewards are in the baseline."""
+    tokens: int = 0
+    """Trainable tokens of the samples: what the trainer's own count must be."""
+    unused_tokens: int = 0
+    """Trainable tokens of the same groups in segments of weight 0."""
 
 
-def groups_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Scored trajectories by task; those without a reward leave baseline and mean."""
-    groups: dict[str, list[Trajectory]] = {}
+def groups_of(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int | None], list[Trajectory]]:
+    """Scored trajectories by task and group; those without a reward leave baseline and mean."""
+    groups: dict[tuple[str, int | None], list[Trajectory]] = {}
     for trajectory in trajectories:
-        members = groups.setdefault(trajectory.task, [])
+        members = groups.setdefault((trajectory.task, trajectory.group), [])
         if trajectory.reward is not None:
             members.append(trajectory)
     return groups
@@ -45,32 +62,76 @@ def credit(trajectories: Sequence[Trajectory], rules: Rules) -> Credited:
     """Each trial's advantage on its segments, weighted so that the weights of one trial sum to 1."""
     groups = list(groups_of(trajectories).values())
     enough = [members for members in groups if len(members) >= rules.least_group]
-    kept = [members for members in enough if not (rules.drop_flat_groups and _flat(members))]
+    kept = [members for members in enough if not (rules.drop_flat_groups and flat(members))]
     rewards = [[_reward(t, rules) for t in members] for members in kept]
-    samples = [
-        sample
+    trials = [
+        _samples(trajectory, reward, advantage, rules)
         for members, own, advantages in zip(kept, rewards, rules.advantages(rewards), strict=True)
         for trajectory, reward, advantage in zip(members, own, advantages, strict=True)
-        for sample in _samples(trajectory, reward, advantage)
     ]
-    flat = sum(_flat(members) for members in enough)
-    return Credited(samples=tuple(samples), groups=len(groups), flat=flat, small=len(groups) - len(enough))
+    samples = tuple(sample for trial in trials for sample in trial)
+    tokens = sum(trainable(sample.segment) for sample in samples)
+    return Credited(
+        samples=samples,
+        groups=len(groups),
+        flat=sum(flat(members) for members in enough),
+        small=len(groups) - len(enough),
+        empty=sum(not trial for trial in trials),
+        tokens=tokens,
+        unused_tokens=sum(length(t) for members in kept for t in members) - tokens,
+    )
 
 
-def _flat(members: Sequence[Trajectory]) -> bool:
-    """Whether the verdicts tell the group's trials apart in nothing; one trial alone is not flat."""
+def flat(members: Sequence[Trajectory]) -> bool:
+    """Whether the verdicts tell a group's scored trials apart in nothing; one trial alone is not flat."""
     rewards = [t.reward for t in members if t.reward is not None]
-    return len(members) > 1 and math.isclose(min(rewards), max(rewards))
+    return len(rewards) > 1 and math.isclose(min(rewards), max(rewards))
+
+
+def weights(segments: Sequence[Segment], rules: Rules) -> list[float]:
+    """A trial's weight of 1, spread over its segments; all 0 if none of them may train.
+
+    With a `subagent_share` the sub-agents get that share together and the main agent, its summaries included, the
+    rest; where one side has no trainable token the other takes all, but nothing goes to sub-agents at a share of 0.
+    """
+    sizes = [float(trainable(s) if rules.spread == "tokens" else bool(trainable(s))) for s in segments]
+    share = rules.subagent_share
+    if share is None:
+        return _scaled(sizes, 1.0)
+    theirs = [size if s.kind is CallKind.SUBAGENT else 0.0 for s, size in zip(segments, sizes, strict=True)]
+    own = [size - other for size, other in zip(sizes, theirs, strict=True)]
+    if share == 0 or not any(theirs):
+        return _scaled(own, 1.0)
+    if not any(own):
+        return _scaled(theirs, 1.0)
+    return [a + b for a, b in zip(_scaled(own, 1 - share), _scaled(theirs, share), strict=True)]
+
+
+def trainable(segment: Segment) -> int:
+    """Tokens of a segment that are trained on if it is."""
+    return int(segment.mask_T.sum())
+
+
+def length(trajectory: Trajectory) -> int:
+    """Trainable tokens of all segments of a trial."""
+    return sum(trainable(segment) for segment in trajectory.segments)
+
+
+def _scaled(sizes: Sequence[float], total: float) -> list[float]:
+    whole = sum(sizes)
+    return [total * size / whole if whole else 0.0 for size in sizes]
 
 
 def _reward(trajectory: Trajectory, rules: Rules) -> float:
     assert trajectory.reward is not None
-    return rules.shaped(trajectory.reward, sum(int(s.mask_T.sum()) for s in trajectory.segments))
+    return rules.shaped(trajectory.reward, length(trajectory))
 
 
-def _samples(trajectory: Trajectory, reward: float, advantage: float) -> list[Sample]:
-    trainable = [segment for segment in trajectory.segments if segment.mask_T.any()]
+def _samples(trajectory: Trajectory, reward: float, advantage: float, rules: Rules) -> list[Sample]:
+    """Segments of weight 0 give none: their tokens would still count in a mean over tokens."""
     trial = f"{trajectory.task}/{trajectory.attempt}"
     return [
-        Sample(segment=s, advantage=advantage, weight=1 / len(trainable), reward=reward, trial=trial) for s in trainable
+        Sample(segment=segment, advantage=advantage, weight=weight, reward=reward, trial=trial)
+        for segment, weight in zip(trajectory.segments, weights(trajectory.segments, rules), strict=True)
+        if weight > 0
     ]

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harnesses.base import Endpoint, Harness
+from harnesses.base import Endpoint
 from lego.budget import Times, box_s, whole_verdict_s
 from lego.capture.server import Handle, Proxy
 from lego.capture.session import Session
 from lego.errors import EngineError, HarnessError, VerdictError
 from lego.records import Outcome, Trajectory
-from lego.rollout.collect import Attempt, Cut
+from lego.rollout.cuts import Cut
+from lego.rollout.mix import Mounted
+from lego.rollout.plan import Attempt
 from lego.rollout.sessions import Sessions
 from lego.tasks.machinery import is_test_machinery
 from lego.tasks.task import PytestSuite, Task
@@ -84,8 +86,8 @@ class Trials:
     """What all trials of a run share."""
 
     sandbox: Sandbox
-    harness: Harness
-    mounts: tuple[Mount, ...]
+    cast: Callable[[Attempt], Mounted]
+    """The harness of an attempt, always the same for the same attempt."""
     proxy: Proxy
     grader: Grader
     sessions: Sessions
@@ -101,7 +103,7 @@ class Trials:
         task, clock = attempt.task, Clock()
         async with self.proxy.session(f"{task.id}#{attempt.number}") as session:
             with clock.measured("trial"):
-                ending = await self._timely(task, session, clock, cut)
+                ending = await self._timely(attempt, session, clock, cut)
         log.info("trial %s#%d %s %s", task.id, attempt.number, ending.outcome, ending.detail[:200])
         trajectory = self._trajectory(attempt, version, ending, session.session, clock)
         return replace(trajectory, recording=await self.sessions.keep(session.session, trajectory))
@@ -121,36 +123,36 @@ class Trials:
             patch=ending.patch,
             verdict_reused=ending.reused,
             detail=ending.detail,
-            harness=self.harness.name,
+            harness=self.cast(attempt).harness.name,
             group=attempt.group,
         )
 
-    async def _timely(self, task: Task, session: Handle, clock: Clock, cut: Cut) -> Ending:
+    async def _timely(self, attempt: Attempt, session: Handle, clock: Clock, cut: Cut) -> Ending:
         """The ending within the trial's own time and before its cut; when that is over, its boxes are closed."""
         try:
-            async with asyncio.timeout_at(cut.at) as limit:
-                return await self._within(task, session, clock)
+            async with cut.limit() as limit:
+                return await self._within(attempt, session, clock)
         except TimeoutError:
             if not limit.expired():
                 raise
             return Ending(outcome=Outcome.CANCELLED, detail=cut.cause)
 
-    async def _within(self, task: Task, session: Handle, clock: Clock) -> Ending:
+    async def _within(self, attempt: Attempt, session: Handle, clock: Clock) -> Ending:
         """The harness has a time of its own: a trial that takes longer still is not the agent's doing."""
         try:
             async with asyncio.timeout(self.times.trial_s) as limit:
-                return await self._ending(task, session, clock)
+                return await self._ending(attempt, session, clock)
         except TimeoutError:
             if not limit.expired():
                 raise
             outcome = Outcome.VERIFIER_ERROR if VERDICT in clock.seconds else Outcome.SANDBOX_ERROR
             return Ending(outcome=outcome, detail=f"longer than budget.trial_s {self.times.trial_s:g}: {clock}")
 
-    async def _ending(self, task: Task, session: Handle, clock: Clock) -> Ending:
+    async def _ending(self, attempt: Attempt, session: Handle, clock: Clock) -> Ending:
         try:
-            changes = await self._agent(task, session, clock)
+            changes = await self._agent(attempt, session, clock)
             with clock.measured(VERDICT):
-                return await self._judged(task, changes)
+                return await self._judged(attempt.task, changes)
         except Stopped as stop:
             return Ending(outcome=stop.outcome, detail=str(stop))
         except TooLarge as error:
@@ -159,10 +161,11 @@ class Trials:
             fault = next(outcome for kind, outcome in FAULTS.items() if isinstance(error, kind))
             return Ending(outcome=fault, detail=str(error))
 
-    async def _agent(self, task: Task, session: Handle, clock: Clock) -> tuple[Change, ...]:
+    async def _agent(self, attempt: Attempt, session: Handle, clock: Clock) -> tuple[Change, ...]:
         """The changes that one harness run made in a box of its own."""
-        async with self.sandbox.open(self._box(task)) as box:
-            command = self.harness.command(task.instruction, self._endpoint(session))
+        task, runs = attempt.task, self.cast(attempt)
+        async with self.sandbox.open(self._box(task, runs.mounts)) as box:
+            command = runs.harness.command(task.instruction, self._endpoint(session))
             for path, content in command.files.items():
                 await box.put(path, content)
             async with session.serve(await box.listen(PORT)):
@@ -175,15 +178,15 @@ class Trials:
                         timeout_s=self._harness_s(task),
                     )
             await box.kill()
-            self._check(task, result, session)
+            self._check(attempt, result, session)
             return await box.changes(max(CHANGES_BYTES, task.max_patch_bytes))
 
-    def _box(self, task: Task) -> BoxSpec:
+    def _box(self, task: Task, mounts: tuple[Mount, ...]) -> BoxSpec:
         return BoxSpec(
             base=task.base,
             image=task.image,
             workdir=task.workdir,
-            mounts=self.mounts,
+            mounts=mounts,
             limits=replace(task.limits or self.limits, deadline_s=box_s(self.times.harness_s)),
         )
 
@@ -199,7 +202,7 @@ class Trials:
             output_tokens=self.output_tokens,
         )
 
-    def _check(self, task: Task, result: ExecResult, session: Handle) -> None:
+    def _check(self, attempt: Attempt, result: ExecResult, session: Handle) -> None:
         """Raises for a run whose work is not to be judged, with the first cause."""
         if session.engine_error is not None:
             raise session.engine_error
@@ -209,8 +212,8 @@ class Trials:
         if breach is not None:
             raise Stopped(breach.outcome, f"a limit of the trial refused a call: {breach}")
         if result.timed_out:
-            raise Stopped(Outcome.TIMEOUT, f"the harness ran longer than {self._harness_s(task):g} s")
-        error = self.harness.ended(result).error
+            raise Stopped(Outcome.TIMEOUT, f"the harness ran longer than {self._harness_s(attempt.task):g} s")
+        error = self.cast(attempt).harness.ended(result).error
         if error is not None:
             raise HarnessError(error)
 

@@ -71,12 +71,19 @@ class _Environment(_Table):
     healthcheck: Nothing = None
 
 
+class _Metadata(_Table):
+    """What people say about the task, of which one field is read."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    harness: Annotated[str, Field(min_length=1)] | None = None
+
+
 class _TaskToml(_Table):
-    """What task.toml may say. The first few tell people about the task and are not read."""
+    """What task.toml may say. Most of the first few tell people about the task and are not read."""
 
     version: str | None = None
     schema_version: str | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: _Metadata = _Metadata()
     task: dict[str, Any] = Field(default_factory=dict)
     source: str | None = None
     solution: dict[str, Any] = Field(default_factory=dict)
@@ -176,6 +183,7 @@ class HarborTasks:
             workdir=Path(workdir),
             limits=_limits(environment),
             harness_s=toml.agent.timeout_sec,
+            harness=toml.metadata.harness,
             max_patch_bytes=self.max_patch_bytes,
         )
 

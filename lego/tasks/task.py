@@ -86,6 +86,8 @@ class Task:
     """What each of its boxes may use; None for what recipe and verifier give. The deadline is theirs in any case."""
     harness_s: float | None = None
     """Wall time that the task gives the agent; None for what the recipe gives."""
+    harness: str | None = None
+    """Name of the harness that its training trials run; None for what the recipe draws."""
     max_patch_bytes: int = 1 << 20
     """A larger change is a failure and is not run."""
     chance: float | None = None
@@ -94,6 +96,8 @@ class Task:
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ValueError(f"task {self.id}: split {self.split!r}, wanted one of {', '.join(SPLITS)}")
+        if self.harness is not None and not (isinstance(self.harness, str) and self.harness):
+            raise ValueError(f"task {self.id}: harness: {self.harness!r}, wanted a name or none")
         if isinstance(self.verifier, PytestSuite) and not self.verifier.fail_to_pass:
             raise ValueError(f"task {self.id}: no fail_to_pass test, so nothing could tell a fix")
 

@@ -20,6 +20,7 @@ from harnesses.opencode import OpenCode
 from harnesses.pi import Pi
 from harnesses.qwen import Qwen
 from lego.capture.again import again
+from lego.capture.kinds import ASKED, SUMMARISERS
 from lego.capture.recording import Recording, record, write
 from lego.capture.server import Handle, Proxy
 from lego.capture.session import Limits
@@ -117,7 +118,11 @@ def _replaced(value: Any, texts: dict[str, str], where: str = "", name: str = ""
     if isinstance(value, list):
         return [_replaced(item, texts, where, name) for item in value]
     own = isinstance(value, str) and (len(value) > OURS or (where, name) == ("tools", "description"))
-    return texts.setdefault(value, f"Text {len(texts)} of the harness, {len(value)} characters.") if own else value
+    if not own:
+        return value
+    asked = SUMMARISERS.match(value) or ASKED.match(value)
+    kept = f"{asked[0]} " if asked else ""
+    return texts.setdefault(value, f"{kept}Text {len(texts)} of the harness, {len(value)} characters.")
 
 
 async def _record(folder: Path, names: Sequence[str]) -> None:

@@ -393,6 +393,21 @@ def test_a_long_trial_holds_its_ids_once(renderer):
     assert np.array_equal(s.turns[-1].prompt_ids[: len(s.turns[0].prompt_ids)], plain.prompt((history[0],), TOOLS))
 
 
+def test_a_full_context_that_the_harness_gets_around_with_a_shorter_history_is_no_breach(renderer):
+    s = session(renderer, context_tokens=4000, max_turns=4)
+    call(s, renderer, [USER])
+    with pytest.raises(ContextExceeded):
+        s.plan((Message("user", "x " * 5000),), TOOLS)
+    call(s, renderer, [Message("user", "You are picking up work from an agent.")])
+    assert s.breach.outcome is Outcome.CONTEXT_EXCEEDED, "a summary alone is not the work gone on with"
+    call(s, renderer, [Message("user", "Go on from here.")])
+    assert s.breach is None
+    call(s, renderer, [Message("user", "Go on from there.")])
+    with pytest.raises(LimitReached):
+        s.plan((USER,), TOOLS)
+    assert s.breach.outcome is Outcome.TURN_LIMIT
+
+
 def test_limits_refuse_the_call_and_name_the_breach(renderer):
     s = session(renderer, max_turns=1)
     call(s, renderer, [USER])

@@ -56,6 +56,13 @@ def test_nothing_but_the_model_is_reached(endpoint: Endpoint) -> None:
         assert command.env[f"OPENCODE_DISABLE_{what}"] == "1"
 
 
+def test_the_package_for_plugins_counts_as_fetched(endpoint: Endpoint) -> None:
+    files = {str(path): content for path, content in OpenCode().command("fix", endpoint).files.items()}
+    lock = json.loads(files["/home/agent/.config/opencode/package-lock.json"])
+    assert "@opencode-ai/plugin" in lock["packages"][""]["dependencies"]
+    assert any(path.startswith("/home/agent/.config/opencode/node_modules/") for path in files)
+
+
 def test_only_the_tools_of_the_recipe_are_offered_and_none_asks(endpoint: Endpoint) -> None:
     permission = _config(OpenCode(tools=("bash",)).command("fix", endpoint))["permission"]
     # The last rule that matches counts.
@@ -104,6 +111,15 @@ def test_an_error_at_the_end_is_the_error_whatever_the_status() -> None:
 
 def test_an_error_that_a_further_step_followed_was_overcome() -> None:
     assert OpenCode().ended(_result(FAILED, FINISHED)) == End()
+
+
+def test_the_status_that_an_overcome_error_leaves_is_no_error() -> None:
+    # A history that was refused as too long, shortened, and gone on with.
+    assert OpenCode().ended(_result(FAILED, FINISHED, code=1)) == End()
+    calling = {"type": "step_finish", "part": {"type": "step-finish", "reason": "tool-calls"}}
+    assert OpenCode().ended(_result(FAILED, FINISHED, calling, code=1)).error
+    assert OpenCode().ended(_result(FAILED, FINISHED, code=137)).error
+    assert OpenCode().ended(_result(FINISHED, code=1)).error
 
 
 def test_a_bad_exit_without_events_is_the_last_line_of_standard_error() -> None:

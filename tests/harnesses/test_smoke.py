@@ -91,6 +91,20 @@ async def test_a_harness_with_words_of_its_own_is_told_by_its_row(drill: Drill) 
     assert "the one-line fix is not what was changed" in fault
 
 
+async def test_a_sampled_token_that_is_in_no_account_is_a_fault(drill: Drill) -> None:
+    run = await _toy(drill, "python3 -")
+    assert not any("sampled" in fault for fault in verdict(run, run).faults)
+    run.engine.sampled.append(3)
+    (fault,) = {fault.partition(": ")[2] for fault in verdict(run, run).faults if "sampled" in fault}
+    total = sum(run.engine.sampled)
+    assert fault == f"{total} tokens were sampled, {total - 3} are trained and 0 excluded for a cause"
+
+
+async def test_a_try_to_reach_something_else_than_the_model_is_a_fault(drill: Drill) -> None:
+    run = await _toy(drill, "getent hosts example.invalid; true")
+    assert f"plain run: {run.cost.outbound} tries to reach something else than the model" in verdict(run, run).faults
+
+
 def test_only_the_fix_and_nothing_else_solves_the_exercise() -> None:
     fix = Change(path=Path("calc.py"), kind="file", content=FIXED)
     cached = Change(path=Path("__pycache__/calc.pyc"), kind="file")

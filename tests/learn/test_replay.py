@@ -58,13 +58,6 @@ class Router(torch.nn.Module):
         self.replay, self.layer, self.seen = made, layer, []
         self.noise = torch.Generator().manual_seed(layer)
         self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
-        self.noise = torch.Generator().manual_seed(layer)
         self.gate = torch.nn.Parameter(torch.ones(4, 3) + 1e-3 * torch.arange(12.0).view(4, 3))
         self.experts = torch.nn.Parameter(torch.arange(36.0).view(4, 3, 3) / 10)
 

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lego.engine.transfer import SharedFolder, read_header
 from lego.errors import GateError, TrainerError, UsageError
 from lego.learn.algorithms import GRPO, SAO, Critic
 from lego.learn.checkpoint_folder import Keep
@@ -72,9 +74,11 @@ async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(fol
     token = int(np.flatnonzero(made[4].segment.mask_T)[2])
     off[token] = -40
     strange = [*made[:4], replace(made[4], segment=replace(made[4].segment, logprobs_T=off)), *made[5:]]
-    async with TWO.open(folder, tmp_path / "two", algorithm) as two:
+    shared = SharedFolder(path=tmp_path)
+    async with TWO.open(folder, tmp_path / "two", algorithm, transfer=shared) as two:
         first = await two.step(made)
-        await two.export(tmp_path / "two.safetensors")
+        shutil.copy(await two.export(1), tmp_path / "two.safetensors")
+        assert read_header(tmp_path / "two.safetensors").version == 1
         await two.save(1, {"solve_rate": 0.5})
         second = await two.step(made)
         lost = [*made[1:], Sample(segment=made[0].segment, advantage=float("inf"), weight=1.0)]
@@ -82,13 +86,14 @@ async def test_two_ranks_with_split_experts_step_as_one_and_hand_over_to_one(fol
             await two.step(lost)
     async with SPEC.open(folder, tmp_path / "one", algorithm) as one:
         alone = await one.step(made)
-        await one.export(tmp_path / "one.safetensors")
+        shutil.copy(await one.export(1), tmp_path / "one.safetensors")
         assert await one.load(tmp_path / "two" / "checkpoints") == 1
         resumed = await one.step(made)
         says = rf"worst: trial a/4, token {token} of its segment: log-probability -40\.0000 sampled, .* did not step"
         with pytest.raises(GateError, match=says):
             await one.step(strange, Gates())
         await one.save_hf(tmp_path / "hf")
+    assert not list(tmp_path.glob("lego-weights-*"))
     assert first.loss == pytest.approx(alone.loss, abs=1e-5)
     assert first.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
     assert first.rows_replayed == alone.rows_replayed == alone.rows_needed == 3 * alone.fed

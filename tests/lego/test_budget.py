@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,8 @@ from lego.cli import load_recipe
 from lego.engine.scripted import ScriptedEngine
 from lego.engine.timely import TimelyEngine
 from lego.errors import EngineError, UsageError
-from lego.records import Sampling, Trajectory
+from lego.records import Sampling
 from lego.tasks.task import PytestSuite, Script, Task
-from tests.factories import trajectory
 
 ROOT = Path(__file__).parent.parent.parent
 CREW = Crew(group_size=8, tasks_per_step=16, concurrency=6)
@@ -148,36 +147,15 @@ async def test_a_call_that_its_harness_gave_up_is_cancelled_not_an_error():
 
 
 async def test_a_run_gives_its_parts_the_recipes_times(tmp_path: Path):
-    from lego.loop import Loop
-    from lego.rollout.collect import Attempt, Cut
-    from lego.run import Ready, _proxy, _trials
-    from lego.tasks.task import TaskSet
+    from lego.run import _Run
 
     demo = load_recipe(ROOT / "recipes" / "demo.py")
     budget = Budget(harness_s=30.0, verdict_s=40.0, call_s=0.05, group_s=500.0, step_s=600.0)
     recipe = replace(demo, budget=budget, steps=1, rollout=replace(demo.rollout, group_size=2))
-    ready: Any = SimpleNamespace(mounts=(), experts=0, renderer=None)
-    assert isinstance(ready, SimpleNamespace) and set(vars(ready)) <= {f.name for f in fields(Ready)}
-
-    proxy = _proxy(recipe, ready, ScriptedEngine(lambda prompt: [1], seconds=30.0))
-    with pytest.raises(EngineError, match=r"budget\.call_s 0\.05"):
-        await proxy.engine.generate(np.zeros(1, np.int32), Sampling(), session="s")
-    trials = _trials(recipe, ready, proxy, tmp_path)
-    assert trials.times == budget.times(recipe.crew) and trials.times.trial_s == 390.0
-
-    now, cuts = asyncio.get_running_loop().time(), dict[int, list[float]]()
-
-    async def run(attempt: Attempt, cut: Cut, *, version: int) -> Trajectory:
-        cuts.setdefault(batch, []).append(cut.at - now)
-        return trajectory(attempt.task.id, 1.0)
-
-    out = SimpleNamespace(view=SimpleNamespace(phase=lambda *_: None), trial=lambda *_: None, measured=lambda *_: None)
-    tasks = TaskSet((TASK, replace(TASK, id="other", split="heldout")))
-    doubles: Any = (SimpleNamespace(run=run), None, None, out)
-    loop, batches = Loop(recipe, tasks, *doubles, tmp_path), asyncio.Queue()
-    batch = 0
-    await loop._sample_all(batches)
-    batch = 1
-    await loop._measure("end")
-    assert len((await batches.get()).trajectories) == 2
-    assert [round(at) for at in cuts[0]] == [500, 500] and set(cuts[1]) == {math.inf}, "a rate is of all its trials"
+    ready: Any = SimpleNamespace(mix=SimpleNamespace(of=None), experts=0, renderer=None)
+    nothing: Any = None
+    run = _Run(recipe, ready, tmp_path, nothing, nothing, tmp_path)
+    async with run._trials(ScriptedEngine(lambda prompt: [1], seconds=30.0)) as trials:
+        with pytest.raises(EngineError, match=r"budget\.call_s 0\.05"):
+            await trials.proxy.engine.generate(np.zeros(1, np.int32), Sampling(), session="s")
+        assert trials.times == budget.times(recipe.crew) and trials.times.trial_s == 390.0

@@ -6,13 +6,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from lego.cli import load_recipe
+from lego.journal import Journal
 from lego.recipe import Recipe
-from lego.run import _opened
+from lego.run import _Run
 from lego.tasks.task import Script, Task, TaskSet
 from sandbox.base import Box, BoxSpec, Capabilities, FolderImage, Image, Sandbox, SandboxError
 from sandbox.bubble import Bubblewrap
@@ -21,7 +22,18 @@ from sandbox.podman import Podman
 
 ROOT = Path(__file__).parent.parent.parent
 OUT: Any = SimpleNamespace(view=SimpleNamespace(phase=lambda *_: None, progress=lambda *_: None))
-READY: Any = SimpleNamespace(renderer=SimpleNamespace(stop_ids=()))
+
+
+class Nobody:
+    """A mix without a harness."""
+
+    ready: ClassVar[dict[str, Any]] = {}
+
+    def with_ready(self, more: object) -> "Nobody":
+        return self
+
+
+READY: Any = SimpleNamespace(renderer=SimpleNamespace(stop_ids=()), mix=Nobody())
 
 
 class Loaded(Exception):
@@ -72,7 +84,7 @@ def recipe(sandbox: Any, *tasks: Task) -> Recipe:
 
 
 async def until_loaded(sandbox: Any, folder: Path, *tasks: Task) -> None:
-    await _opened(recipe(sandbox, *tasks), READY, folder, OUT, folder)
+    await _Run(recipe(sandbox, *tasks), READY, folder, OUT, Journal(folder), folder).opened()
 
 
 async def test_images_are_brought_and_limits_tried_before_a_model_is_loaded(

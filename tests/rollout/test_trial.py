@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,9 @@ from lego.capture.session import CANCELLED, ENGINE_ERROR, Limits
 from lego.chat.render import Renderer
 from lego.engine.timely import TimelyEngine
 from lego.records import Outcome, Sampling, Trajectory
-from lego.rollout.collect import Attempt, Cut
+from lego.rollout.cuts import Cut
+from lego.rollout.mix import Mix, Mounted
+from lego.rollout.plan import Attempt
 from lego.rollout.sessions import Sessions
 from lego.rollout.trial import Trials
 from lego.tasks.task import Script, Task
@@ -125,7 +127,11 @@ class Stage:
     times: Times = TIMES
     delay_s: float = 0.0
 
-    async def perform(self, task: Task, script: str, cut_s: float | None = None) -> tuple[Trajectory, ScriptedEngine]:
+    cast: Callable[[Attempt], Mounted] | None = None
+
+    async def perform(
+        self, task: Task, script: str, cut_s: float | None = None, group: int | None = None
+    ) -> tuple[Trajectory, ScriptedEngine]:
         engine = ScriptedEngine(self.renderer, ["Done.<|im_end|>"] * 3, self.delay_s)
         proxy = Proxy(
             engine=TimelyEngine(engine, self.times.call_s),
@@ -136,8 +142,7 @@ class Stage:
         async with proxy.open():
             trials = Trials(
                 sandbox=self.sandbox,
-                harness=Shell(script=script),
-                mounts=(),
+                cast=self.cast or (lambda attempt: Mounted(harness=Shell(script=script), mounts=())),
                 proxy=proxy,
                 grader=Grader(self.sandbox),
                 sessions=Sessions(folder=self.folder / "sessions", which="none", renderer=self.renderer),
@@ -148,7 +153,7 @@ class Stage:
             )
             now = asyncio.get_running_loop().time()
             cut = Cut() if cut_s is None else Cut(at=now + cut_s, cause="cut by a test")
-            trajectory = await trials.run(Attempt(task=task, number=0), cut, version=0)
+            trajectory = await trials.run(Attempt(task=task, number=0, group=group), cut, version=0)
         assert not list(self.boxes.state_folder().glob("box-*")), "a box was left"
         fidelity = trajectory.fidelity
         assert fidelity.sampled == fidelity.trained + sum(fidelity.excluded.values())
@@ -206,6 +211,32 @@ async def test_a_sandbox_whose_image_is_a_folder_runs_a_trial_once_it_is_prepare
         assert len(engine.calls) == 1
     finally:
         podman_engine(own).service.stop()
+
+
+async def test_each_group_runs_the_harness_it_was_drawn_with_its_own_mounts_and_its_own_end(
+    stage: Stage, task: Task, tmp_path: Path
+):
+    """One of the two does the work with a file of its own; the other ends badly where it finds that file."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/word").write_text("good")
+    works = Shell(script="cat /opt/own/word > answer.txt", name="works")
+    breaks = Shell(script="[ -e /opt/own ] || exit 7", name="breaks")
+    mount = Mount(source=tmp_path / "own", target=Path("/opt/own"))
+    mix = Mix(
+        weights={"works": 1.0, "breaks": 1.0},
+        measured="works",
+        seed=1,
+        ready={"works": Mounted(harness=works, mounts=(mount,)), "breaks": Mounted(harness=breaks, mounts=())},
+    )
+    drawn = {group: mix.of(Attempt(task=task, number=0, group=group)).harness.name for group in range(20)}
+    some = {name: next(g for g, drawn_name in drawn.items() if drawn_name == name) for name in ("works", "breaks")}
+    mixed = replace(stage, cast=mix.of)
+    good, _ = await mixed.perform(task, "", group=some["works"])
+    bad, _ = await mixed.perform(task, "", group=some["breaks"])
+    measured, _ = await mixed.perform(task, "")
+    assert (good.outcome, good.harness, good.group) == (Outcome.SOLVED, "works", some["works"]), good.detail
+    assert (bad.outcome, bad.harness, bad.group) == (Outcome.HARNESS_ERROR, "breaks", some["breaks"])
+    assert bad.detail.startswith("status 7") and (measured.harness, measured.group) == ("works", None)
 
 
 async def test_the_agent_works_where_the_task_says(stage: Stage, task: Task):

@@ -59,3 +59,16 @@ async def test_a_wrong_field_is_named_with_its_file(tmp_path, changes, told):
 async def test_an_empty_folder_is_one_clear_message(tmp_path):
     with pytest.raises(UsageError, match=r"no NAME/task\.json"):
         await build(Folder(path=tmp_path, testenv=tmp_path))
+
+
+async def test_a_task_names_the_harness_it_is_for(tmp_path):
+    (task,) = await build(write(tmp_path, harness="pi"))
+    assert task.harness == "pi"
+    (free,) = await build(write(tmp_path / "other"))
+    assert free.harness is None
+
+
+@pytest.mark.parametrize("wrong", ["", 5, ["pi"]])
+async def test_a_harness_that_is_no_name_is_named_with_its_file(tmp_path, wrong):
+    with pytest.raises(UsageError, match=r"task\.json: .*harness: .*wanted a name"):
+        await build(write(tmp_path, harness=wrong))

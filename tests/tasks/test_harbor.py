@@ -104,6 +104,13 @@ async def test_what_the_toml_leaves_out_is_the_recipes(tmp_path: Path, sandbox: 
     assert isinstance(task.verifier, Script) and task.verifier.timeout_s == 600.0, "Harbor's own default"
 
 
+async def test_a_task_may_name_its_harness_among_what_people_say_of_it(tmp_path: Path, sandbox: Bubblewrap):
+    write(tmp_path / "toys", toml=TOML.replace('difficulty = "easy"', 'difficulty = "easy"\nharness = "pi"'))
+    write(tmp_path / "toys", "other")
+    other, named = await build(HarborTasks(path=tmp_path / "toys", host=True), sandbox, tmp_path)
+    assert (other.harness, named.harness) == (None, "pi")
+
+
 async def test_older_spellings_are_read(tmp_path: Path, sandbox: Bubblewrap):
     write(tmp_path, toml='version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "10 GiB"\n')
     (task,) = await build(HarborTasks(path=tmp_path, host=True), sandbox, tmp_path)
@@ -163,6 +170,8 @@ async def test_without_an_image_there_must_be_a_base(tmp_path: Path, sandbox: Bu
         ("[verifier]\ntimeout_sec = inf", "verifier.timeout_sec: inf, "),
         ('[verifier]\nenvironment_mode = "separate"', "verifier.environment_mode: 'separate', "),
         ('[agent]\nuser = "root"', "agent.user.*: 'root', "),
+        ("[metadata]\nharness = 5", "metadata.harness: 5, "),
+        ('[metadata]\nharness = ""', "metadata.harness: '', "),
         ("[[steps]]\nname = 'a'", "steps.*: "),
         ("[surprise]\nx = 1", "surprise: "),
         ("[verifier", r".*\(at (line|end)"),

@@ -1,0 +1,65 @@
+"""Groups on disk are the groups that were written, whole or not there."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lego.errors import UsageError
+from lego.records import CallKind, Fidelity, Outcome, Segment, Trajectory
+from lego.rollout.stored import Stored
+from tests.factories import segment, trajectory
+
+
+def same(one: Segment, other: Segment) -> bool:
+    pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in fields(Segment)]
+    return all(
+        a is b is None or (np.array_equal(a, b) and getattr(a, "dtype", 0) == getattr(b, "dtype", 0)) for a, b in pairs
+    )
+
+
+def group() -> list[Trajectory]:
+    routed = replace(segment(), kind=CallKind.SUBAGENT)
+    plain = replace(segment(), routing_TLK=None)
+    whole = replace(
+        trajectory("task", 1.0),
+        segments=(routed, plain),
+        fidelity=Fidelity(sampled=9, trained=7, excluded={"side_request": 2}, turns=2, drift={"first": 1}),
+        seconds={"trial": 1.5},
+        patch="é\n",
+        group=3,
+        harness="pi",
+    )
+    empty = replace(trajectory("task", 1.0), segments=(), reward=None, outcome=Outcome.TIMEOUT, detail="late")
+    return [whole, empty]
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path):
+    stored = Stored(folder=tmp_path / "groups")
+    stored.write(3, group())
+    found = stored.read(3)
+    for one, other in zip(found, group(), strict=True):
+        assert replace(one, segments=()) == replace(other, segments=())
+        assert len(one.segments) == len(other.segments)
+        assert all(map(same, one.segments, other.segments))
+
+
+def test_a_group_that_is_gone_or_damaged_is_named(tmp_path: Path):
+    stored = Stored(folder=tmp_path)
+    with pytest.raises(UsageError, match=r"000003\.safetensors"):
+        stored.read(3)
+    stored.write(3, group())
+    path = tmp_path / "000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UsageError, match="cannot be read"):
+        stored.read(3)
+
+
+def test_only_the_groups_still_wanted_stay(tmp_path: Path):
+    stored = Stored(folder=tmp_path)
+    for number in range(3):
+        stored.write(number, group())
+    (tmp_path / "000007.part").write_bytes(b"cut off")
+    stored.keep([1])
+    assert [path.name for path in tmp_path.iterdir()] == ["000001.safetensors"]

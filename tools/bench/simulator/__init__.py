@@ -1,0 +1,1 @@
+"""A training run on a virtual clock: our own collector between a scripted engine, scripted trials and trainer."""
