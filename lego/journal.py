@@ -148,23 +148,35 @@ def _add(past: Past, kind: str, told: Mapping[str, Any]) -> None:
         case "run":
             if told["format"] != FORMAT:
                 raise ValueError(f"format {told['format']}, wanted {FORMAT}")
-            past.identity, past.first = told["identity"], told["first"]
+            past.identity, past.first = dict(told["identity"]), _count(told, "first")
         case "tasks":
             past.tasks = told["digest"]
         case "begin":
-            past.begun[told["group"]] = Begun(task=told["task"], visit=told["visit"])
+            past.begun[_count(told, "group")] = Begun(task=told["task"], visit=_count(told, "visit"))
         case "end":
-            past.ended[told["group"]] = Ended(**{name: value for name, value in told.items() if name != "group"})
+            ended = Ended(**{name: value for name, value in told.items() if name != "group"})
+            if told["group"] not in past.begun or _count(told, "solved") > _count(told, "asked"):
+                raise ValueError(f"{ended} of group {told['group']}, wanted one that began, solved no more than asked")
+            past.ended[told["group"]] = ended
         case "step":
             if told["step"] != past.done:
                 raise ValueError(f"step {told['step']} after {past.done} steps")
+            if not past.ended.keys() >= set(told["groups"]):
+                raise ValueError(f"step {told['step']} of groups {told['groups']}, wanted ones that ended")
             past.steps.append(tuple(told["groups"]))
         case "measured":
-            past.measured[told["moment"], told["split"]] = Rate(told["hits"], told["asked"])
+            past.measured[told["moment"], told["split"]] = Rate(_count(told, "hits"), _count(told, "asked"))
         case "finish":
             past.finished = True
         case _:
             raise ValueError(f"kind {kind!r}")
+
+
+def _count(told: Mapping[str, Any], name: str) -> int:
+    value = told[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name}: {value!r}, wanted a whole number of 0 or more")
+    return value
 
 
 def digest(value: object) -> str:

@@ -4,13 +4,12 @@ Groups are written beside the event loop, one at a time; a step waits until thos
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lego.errors import UsageError
 from lego.journal import Ended, Journal
 from lego.observe.store import RunStore
-from lego.records import Trajectory
 from lego.rollout.collect import Group, StepGroups, solved_and_asked
 from lego.rollout.curriculum import TaskRates
 from lego.rollout.plan import GroupSpec
@@ -113,8 +112,3 @@ class Keeper:
         for number, ended in past.ended.items():
             rates.finished(past.begun[number].task, ended.solved, ended.asked)
         return rates
-
-
-def trained(groups: Iterable[Group]) -> list[Trajectory]:
-    """The trials of the groups that are not dropped."""
-    return [trajectory for group in groups if group.drop is None for trajectory in group.trajectories]

@@ -19,7 +19,9 @@ def append(file: Path, row: Mapping[str, Any]) -> None:
     with file.open("a+b", buffering=0) as end:
         size = end.seek(0, os.SEEK_END)
         whole = size == 0 or os.pread(end.fileno(), 1, size - 1) == b"\n"
-        end.write(line if whole else b"\n" + line)
+        left = line if whole else b"\n" + line
+        while left:  # a disk that is nearly full takes a part, and tells so in the number only
+            left = left[end.write(left) :]
         os.fsync(end.fileno())
 
 

@@ -7,14 +7,15 @@ from the trainer are made again from the groups on the disk.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from lego import sabotage
 from lego.capture.session import CANCELLED, LEFT_OUT
-from lego.engine.pool import EnginePool
+from lego.engine.base import Pool
 from lego.errors import GateError, TrainerError
 from lego.keeper import Keeper
 from lego.learn.advantages import advantages
@@ -49,7 +50,7 @@ class Parts:
     recipe: Recipe
     tasks: TaskSet
     trials: Trials
-    engine: EnginePool
+    engine: Pool
     trainer: Trainer
     validator: Validator
     keeper: Keeper
@@ -73,13 +74,14 @@ class Loop:
     async def run(self) -> None:
         """Start measurement, all steps, end measurement."""
         await self._catch_up()
-        if self.version:
+        if self.version or self.recipe.engine.urls:  # servers that we did not start may hold anything
             await self._push(self.version)
         if splits := self.parts.validator.lacking("start", self._measured_at_start()):
             await self.parts.validator.measure("start", splits, self.version)
-        await self._train_on()
-        if splits := self.parts.validator.lacking("end", ("heldout", "train")):
-            await self.parts.validator.measure("end", splits, self.version)
+        async with self._saved_if_cut():
+            await self._train_on()
+            if splits := self.parts.validator.lacking("end", ("heldout", "train")):
+                await self.parts.validator.measure("end", splits, self.version)
 
     def _measured_at_start(self) -> tuple[str, ...]:
         """The first step stands in for training tasks where it visits each of them once, with the measured harness."""
@@ -93,9 +95,13 @@ class Loop:
         done = self.parts.keeper.journal.past.done
         for step in range(self.version, done):
             self.out.view.phase(f"step {step} once more, of {done} behind us")
-            credited = credit(self._kept(await asyncio.to_thread(self.parts.keeper.taken, step), step)[0], self.rules)
+            groups = await asyncio.to_thread(self.parts.keeper.taken, step)
+            credited = credit([one.kept for one in self._judged(groups, step)], self.rules)
             await self._train(step, credited.samples, on_policy=False)
             self.version = step + 1
+            if self.version < done and self._is_due():
+                await self._push(self.version)
+                await self.parts.validator.meanwhile(self.version, asyncio.Event())
 
     async def _train_on(self) -> None:
         """The steps that are left, while groups are sampled."""
@@ -104,12 +110,9 @@ class Loop:
         collector = self._collector()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(collector.run()), group.create_task(self.parts.keeper.run())]
-            try:
-                for step in range(self.version, self.recipe.steps):
-                    await self._step(step, collector, group)
-            except asyncio.CancelledError:
-                await self._save_at_once()
-                raise
+            await self._validate(group)  # if an earlier life did not come to it
+            for step in range(self.version, self.recipe.steps):
+                await self._step(step, collector, group)
             if self._validating is not None:
                 await self._validating
             for task in beside:
@@ -122,40 +125,48 @@ class Loop:
         await unhurried(self._learn(taken), SAVE_S)
         if recipe.checkpoints.every and self.version % recipe.checkpoints.every == 0 and self.version < recipe.steps:
             # The rate of the trials that these weights were made from; their own is not known yet.
-            await self.parts.trainer.save(self.version, {"solve_rate": _rate(_all(taken)).value})
-            self._saved = self.version
+            await unhurried(self._save({"solve_rate": _rate(_all(taken)).value}), SAVE_S)
         if (whole := latest(self.parts.checkpoints)) is not None:
             await self.parts.keeper.learned(read_meta(whole).step)
-        every = recipe.validation.every
-        if every and self.version % every == 0 and self.version < recipe.steps:
-            await self._validate(group)
+        await self._validate(group)
 
     async def _learn(self, taken: StepGroups) -> None:
         """One optimizer step on a step's groups, and its weights to the engine."""
         trials = _all(taken)
         self._refuse(trials)
-        kept, judged = self._kept(taken.groups, taken.step)
-        self._refuse_useless([*judged, *(self._judge(g.trajectories) for g in taken.replaced if g.drop != SURPLUS)])
-        credited = credit(kept, self.rules)
-        start = time.monotonic()
-        report = await self._train(taken.step, credited.samples, on_policy=_newest(kept, taken.step))
+        judged = self._judged(taken.groups, taken.step)
+        # Those that were replaced first: a step that trains on others after them is of use.
+        self._refuse_useless([*(self._judge(g.trajectories) for g in taken.replaced if g.drop != SURPLUS), *judged])
+        credited = credit([one.kept for one in judged], self.rules)
+        start, newest = time.monotonic(), _newest(judged, taken.step)
+        report = await self._train(taken.step, credited.samples, on_policy=newest)
         trained = time.monotonic()
         await self._push(taken.step + 1)
         seconds = {"trials": taken.waited_s, "train": trained - start, "push": time.monotonic() - trained}
         more = {**_numbers(taken), **counts(judged), **self.parts.engine.usage().metrics()}
+        more |= {"rollout/on_policy": float(newest)}
         self.out.step(taken.step, trials, credited, report, seconds, more)
         self._measure_start(taken.step, trials)
         await self.parts.keeper.step(taken)
         self.version = taken.step + 1
 
     def _measure_start(self, step: int, trials: Sequence[Trajectory]) -> None:
-        if step == self.parts.keeper.journal.past.first and "train" not in self._measured_at_start():
+        past = self.parts.keeper.journal.past
+        told = "train" in self._measured_at_start() or ("start", "train") in past.measured
+        if step == past.first and not told:
             self.out.measured("start", "train", _rate(trials), 0.0, version=step)
             self.parts.keeper.journal.measured("start", "train", _rate(trials))
 
+    def _is_due(self) -> bool:
+        """Whether these weights are to be validated, and were not yet."""
+        every, first = self.recipe.validation.every, self.parts.keeper.journal.past.first
+        if not every or self.version % every or not first < self.version < self.recipe.steps:
+            return False
+        return bool(self.parts.validator.lacking(f"step-{self.version}", ("heldout",)))
+
     async def _validate(self, group: asyncio.TaskGroup) -> None:
-        """Begins to validate the newest weights; the next step goes on as soon as they are held somewhere."""
-        if not self.parts.validator.lacking(f"step-{self.version}", ("heldout",)):
+        """Begins to validate the newest weights if they are due; the next step goes on as soon as they are held."""
+        if not self._is_due():
             return
         if self._validating is not None and not self._validating.done():
             self.out.store.event("validation_skipped", version=self.version)
@@ -165,14 +176,26 @@ class Loop:
         self._validating = group.create_task(self.parts.validator.meanwhile(self.version, held))
         await held.wait()
 
+    async def _save(self, metrics: Mapping[str, float]) -> None:
+        await self.parts.trainer.save(self.version, metrics)
+        self._saved = self.version
+
+    @asynccontextmanager
+    async def _saved_if_cut(self) -> AsyncIterator[None]:
+        """A checkpoint of what was learned if this is cut short; without one the next start learns it again."""
+        try:
+            yield
+        except (asyncio.CancelledError, BaseExceptionGroup):
+            if self.version == self._trained:
+                await self._save_at_once()
+            raise
+
     async def _save_at_once(self) -> None:
-        """A checkpoint of what was learned, if that can be had soon; without one the next start learns it again."""
-        if self.version == self._saved or self.version != self._trained:
-            return
         self.out.view.phase("saving")
         try:
             async with asyncio.timeout(SAVE_S):
-                await self.parts.trainer.save(self.version, {})
+                if self.version != self._saved:
+                    await self._save({})
                 await self.parts.trainer.saved()
         except (TimeoutError, TrainerError) as error:
             log.warning("no checkpoint of version %d: %s; its steps will be made again", self.version, error)
@@ -221,11 +244,10 @@ class Loop:
         drop = self._judge(trajectories).drop
         return None if drop is None else drop.value
 
-    def _kept(self, groups: Sequence[Group], step: int) -> tuple[list[Trajectory], list[Judged]]:
-        """What is trained on of a step's groups, and what was judged of each."""
+    def _judged(self, groups: Sequence[Group], step: int) -> list[Judged]:
+        """What a step trains on of each of its groups: by then, tokens may be too old."""
         oldest = step - self.recipe.rollout.staleness
-        judged = [self._judge(group.trajectories, oldest) for group in groups]
-        return [trajectory for one in judged for trajectory in one.kept], judged
+        return [self._judge(group.trajectories, oldest) for group in groups]
 
     def _refuse(self, trials: Sequence[Trajectory]) -> None:
         refuse_faulty(trials, self.recipe.fidelity.max_faults)
@@ -307,9 +329,10 @@ def _rate(trials: Sequence[Trajectory]) -> Rate:
     return Rate(*solved_and_asked(trials))
 
 
-def _newest(trials: Sequence[Trajectory], version: int) -> bool:
+def _newest(judged: Sequence[Judged], version: int) -> bool:
     """Whether these weights sampled all that is trained."""
-    return all((s.versions_T[s.mask_T] == version).all() for t in trials for s in t.segments)
+    segments = [segment for one in judged for trajectory in one.kept for segment in trajectory.segments]
+    return all((segment.versions_T[segment.mask_T] == version).all() for segment in segments)
 
 
 def _numbers(taken: StepGroups) -> Mapping[str, float]:

@@ -404,8 +404,6 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: {value}, wanted 0 to 1"
     if not 0 <= gates.max_k3 < math.inf:
         yield f"fidelity.max_k3: {gates.max_k3}, wanted 0 or more and finite"
-    if not 0 <= recipe.engine.port <= 65535:
-        yield f"engine.port: {recipe.engine.port}, wanted 0 to 65535"
     if not 0 <= credit.negative <= 1:
         yield f"credit.negative: {credit.negative}, wanted 0 to 1"
     if credit.subagent_share is not None and not 0 <= credit.subagent_share < 1:
@@ -417,9 +415,11 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         )
     if rollout.oversample and rollout.staleness:
         yield f"rollout.oversample: {rollout.oversample}, wanted 0 where rollout.staleness is {rollout.staleness}"
+    most = rollout.filters.useless_steps * rollout.tasks_per_step
+    if most and rollout.refill >= most:
+        yield f"rollout.refill: {rollout.refill}, wanted less than {most}, the groups of rollout.filters.useless_steps"
     yield from rollout.filters.problems(rollout.group_size, recipe.algorithm.drop_flat_groups)
-    if isinstance(rollout.curriculum, Band):
-        yield from rollout.curriculum.problems()
+    yield from rollout.curriculum.problems()
     validation = recipe.validation
     if validation.timeout_s is not None and not 0 < validation.timeout_s < math.inf:
         yield f"validation.timeout_s: {validation.timeout_s}, wanted more than 0 and finite, or None"

@@ -18,8 +18,33 @@ from lego.rollout.stored import GROUPS, Stored
 
 log = logging.getLogger(__name__)
 
-FREE = ("steps", "run_dir", "fresh", "cache", "budget", "checkpoints", "engine", "rollout.concurrency")
-"""What may change from one life of a run to the next."""
+FREE = (
+    *("steps", "run_dir", "fresh", "cache", "budget", "checkpoints", "fidelity"),
+    *(
+        "engine.replicas",
+        "engine.urls",
+        "engine.port",
+        "engine.env",
+        "engine.transfer",
+        "engine.pause",
+        "engine.admission",
+    ),
+    *(
+        "engine.restarts",
+        "engine.restart_window_s",
+        "engine.unhealthy_s",
+        "engine.start_timeout_s",
+        "engine.stop_grace_s",
+    ),
+    *("engine.kv_cache_mib", "engine.max_num_seqs"),
+    *("rollout.concurrency", "rollout.keep_sessions", "rollout.max_unscored", "validation.timeout_s"),
+    *("trainer.threads", "trainer.stall_s", "trainer.start_timeout_s", "trainer.activation_checkpointing"),
+    *("trainer.world_size", "trainer.replicate", "trainer.expert_parallel", "trainer.tensor_parallel"),
+    "trainer.cpu_offload",
+)
+"""What may change from one life of a run to the next: how it is run, and nothing of what is learned."""
+SESSIONS = "sessions"
+"""Session files of trials, in the folder of the run."""
 
 
 def identity(recipe: Recipe) -> dict[str, Any]:
@@ -45,12 +70,32 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{n}: {before.get(n)}, now {now.get(n)}" for n in names if before.get(n) != now.get(n)]
 
 
+def home(recipe: Recipe, runs: Path, name: str, now: str) -> Path:
+    """The folder of this recipe's run: its own `run_dir`, or an unfinished one in `runs`, or a new one there.
+
+    UsageError for a run that it cannot begin or go on with in this one.
+    """
+    wanted = identity(recipe)
+    left = None if recipe.fresh else unfinished(runs, name, wanted)
+    folder = recipe.run_dir or left or runs / f"{name}-{now}"
+    past = read(folder / FILE)
+    if recipe.fresh and past.identity:
+        raise UsageError(f"run_dir: {folder} holds a run, wanted a new or empty folder for a fresh one")
+    if past.identity == wanted and past.done > recipe.steps:
+        raise UsageError(f"steps: {recipe.steps}, wanted {past.done} or more, which {folder} has behind it")
+    return folder
+
+
 def unfinished(runs: Path, stem: str, wanted: Mapping[str, Any]) -> Path | None:
     """The newest run in `runs` of this recipe that was left before its end, and that no process is in."""
     for folder in sorted(runs.glob(f"{stem}-*"), reverse=True):
         if not (folder / FILE).is_file() or _is_held(folder):
             continue
-        past = read(folder / FILE)
+        try:
+            past = read(folder / FILE)
+        except (UsageError, OSError) as error:
+            log.warning("%s is passed over: %s", folder, error)
+            continue
         if not past.finished and past.identity == wanted:
             return folder
     return None
@@ -74,10 +119,11 @@ def claimed(folder: Path) -> Iterator[None]:
         told = f"run_dir: {folder}: {os.strerror(error.errno or 0)}; wanted a folder that can be written"
         raise UsageError(told) from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"run_dir: {folder} is in use by another process; wanted one of its own") from error
         yield
-    except BlockingIOError as error:
-        raise UsageError(f"run_dir: {folder} is in use by another process; wanted one of its own") from error
     finally:
         os.close(handle)
 
@@ -101,7 +147,6 @@ def open_journal(folder: Path, wanted: Mapping[str, Any], first: int) -> Journal
     if differing := differences(past.identity, wanted):
         raise UsageError(f"run_dir: {folder} holds another recipe's run: {'; '.join(differing[:5])}; wanted the same")
     trim(folder, past)
-    log.info("going on after %d steps in %s", past.done, folder)
     return journal
 
 
@@ -112,13 +157,20 @@ def trim(folder: Path, past: Past) -> None:
     _keep(folder / "metrics.jsonl", lambda row: row["step"] < past.done)
     _keep(folder / "events.jsonl", lambda row: row["kind"] != "measured" or f"{row['moment']}/{row['split']}" in told)
     Stored(folder=folder / GROUPS).keep(past.ended)
+    named = {row["recording"] for row in rows(folder / "trials.jsonl")}
+    for path in (folder / SESSIONS).glob("*"):
+        if path.name not in named:
+            path.unlink()
 
 
 def _keep(file: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
     """Rewrites a file of lines with those that are wanted, whole or not at all."""
     if not file.exists():
         return
-    kept = [row for row in rows(file) if wanted(row)]
+    try:
+        kept = [row for row in rows(file) if wanted(row)]
+    except (LookupError, TypeError) as error:
+        raise UsageError(f"{file}: a record that this program did not write: {error!r}") from error
     part = file.with_suffix(".part")
     with part.open("w") as out:
         out.writelines(json.dumps(row, allow_nan=False) + "\n" for row in kept)

@@ -34,7 +34,7 @@ from lego.observe.outputs import Outputs
 from lego.observe.store import open_run
 from lego.observe.terminal import View, number, open_view
 from lego.recipe import Recipe
-from lego.resume import claimed, identity, open_journal
+from lego.resume import SESSIONS, claimed, identity, open_journal
 from lego.rollout.mix import Mix, Weighted, mounted, named_by
 from lego.rollout.sessions import Sessions
 from lego.rollout.stored import GROUPS, Stored
@@ -71,6 +71,9 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
         stack.enter_context(_log_file(folder / "run.log"))
         view, shared = stack.enter_context(open_view(title)), stack.enter_context(shared_folder())
         store.document("recipe.json", described(recipe))
+        _say(
+            view, f"going on after {journal.past.done} steps in {folder}" if journal.past.begun else f"new run {folder}"
+        )
         log.info("times: %s", recipe.budget.times(recipe.crew))
         template = ready.renderer.append_only()
         if template is not None:
@@ -85,13 +88,20 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
                 await _Run(recipe, ready, folder, out, journal, shared).opened()
                 watching.cancel()
         except BaseException as error:
-            out.account.stopped = str(first_expected(error) or repr(error))
+            interrupted = isinstance(error, asyncio.CancelledError)
+            out.account.stopped = "interrupted" if interrupted else str(first_expected(error) or repr(error))
             store.event("stopped", cause=out.account.stopped)
             raise
         finally:
             store.document("summary.json", out.account.summary())
         journal.finish()
         _report(view, folder, out.account)
+
+
+def _say(view: View, text: str) -> None:
+    """On the screen and in the log."""
+    view.phase(text)
+    log.info(text)
 
 
 def _ready(recipe: Recipe) -> Ready:
@@ -157,6 +167,7 @@ class _Run:
                 )
                 await Loop(parts, version).run()
             await _keep(trainer, recipe.steps, self.out.view, self.folder)
+            await parts.keeper.learned(recipe.steps)
 
     async def _tasks(self) -> TaskSet:
         """The tasks, verified and with their images; UsageError for those that the run cannot have."""
@@ -201,11 +212,11 @@ class _Run:
 
     async def _loaded(self, trainer: Trainer) -> int:
         """The steps behind the weights that the trainer goes on from: the run's own newest checkpoint, or another's."""
-        start = latest(self.checkpoints) or self.recipe.resume
+        own, past = latest(self.checkpoints), self.journal.past
+        start = own or self.recipe.resume
         version = await trainer.load(start) if start else 0
-        done = self.journal.past.done
-        if not self.journal.past.first <= version <= done:
-            raise UsageError(f"{start}: a checkpoint after step {version} in a run that has {done} behind it")
+        if not past.first <= version <= (past.done if own else past.first):
+            raise UsageError(f"{start}: a checkpoint after step {version} in a run that has {past.done} behind it")
         return version
 
     @asynccontextmanager
@@ -219,7 +230,7 @@ class _Run:
                 proxy=proxy,
                 grader=self.grader,
                 sessions=Sessions(
-                    folder=self.folder / "sessions", which=recipe.rollout.keep_sessions, renderer=self.ready.renderer
+                    folder=self.folder / SESSIONS, which=recipe.rollout.keep_sessions, renderer=self.ready.renderer
                 ),
                 limits=recipe.rollout.limits,
                 context_tokens=recipe.engine.max_model_len,
@@ -261,14 +272,14 @@ async def _keep(trainer: Trainer, step: int, view: View, folder: Path) -> None:
     """The whole training state, and the policy alone for everyone else."""
     view.phase("checkpoint and export")
     await trainer.save(step, {})
-    await trainer.save_hf(folder / "policy")
     await trainer.saved()
+    await trainer.save_hf(folder / "policy")
 
 
 def _report(view: View, folder: Path, account: Account) -> None:
     """The end table and where to look."""
     rates = account.rates
-    rows = [(split, *(str(rates[moment].get(split, Rate(0, 0))) for moment in rates)) for split in SPLITS]
+    rows = [(split, *(str(rates[moment].get(split, Rate(0, 0))) for moment in ("start", "end"))) for split in SPLITS]
     view.report(
         ("tasks", "solved at the start, 95 %", "solved at the end, 95 %"),
         rows,

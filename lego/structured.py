@@ -1,11 +1,13 @@
 """Structured concurrency that asyncio lacks: entering several contexts at once, and work that a cancel lets end."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -32,12 +34,19 @@ async def together(*managers: AbstractAsyncContextManager[Any]) -> AsyncIterator
 
 
 async def unhurried(work: Coroutine[Any, Any, T], grace_s: float) -> T:
-    """What `work` returns. A caller that is cancelled meanwhile waits up to `grace_s` more for it, then cancels it."""
+    """What `work` returns. A caller that is cancelled meanwhile waits up to `grace_s` more for it, then cancels it.
+
+    What it raises then is logged: the caller hears that it was cancelled.
+    """
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait((task,), timeout=grace_s)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        try:
+            await asyncio.wait((task,), timeout=grace_s)
+        finally:
+            task.cancel()
+            found = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(found, Exception):
+            log.error("failed after its caller was cancelled: %r", found)
         raise

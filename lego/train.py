@@ -11,6 +11,7 @@ from pathlib import Path
 
 RUNS = Path("runs")
 INTERRUPTED = 130
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 def main() -> None:
@@ -18,11 +19,10 @@ def main() -> None:
     from lego.cli import parse
 
     path, recipe = parse(sys.argv[1:], "python -m lego.train")
-    from lego.resume import identity, unfinished
+    from lego.resume import home
     from lego.run import run  # heavy, so only once the flags are right
 
-    left = None if recipe.fresh else unfinished(RUNS, path.stem, identity(recipe))
-    folder = recipe.run_dir or left or RUNS / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = home(recipe, RUNS, path.stem, time.strftime("%Y%m%d-%H%M%S"))
     # A polite kill is a Ctrl-C: everything is closed in order.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     # By default Python looks for garbage after 700 new objects, and at those of thousands of live trials each time.
@@ -41,6 +41,8 @@ async def _interruptible(work: Coroutine[None, None, None]) -> None:
 
     def hear() -> None:
         if heard.is_set():
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the view hides it
             os._exit(INTERRUPTED)
         heard.set()
         sys.stderr.write("interrupted: finishing and saving; once more to stop at once\n")

@@ -9,8 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
-from lego.engine.base import Engine
-from lego.engine.pool import EnginePool
+from lego.engine.base import Engine, Pool
 from lego.journal import Journal
 from lego.observe.interval import Rate
 from lego.observe.outputs import Outputs
@@ -34,7 +33,7 @@ class Validator:
 
     recipe: Recipe
     tasks: TaskSet
-    pool: EnginePool
+    pool: Pool
     open_trials: OpenTrials
     out: Outputs
     journal: Journal

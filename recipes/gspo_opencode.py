@@ -16,7 +16,7 @@ from lego.budget import Budget
 from lego.engine.vllm import VllmServer
 from lego.learn.algorithms import GSPO
 from lego.learn.trainer import TrainerSpec
-from lego.recipe import Gates, Recipe, Rollout, Validation
+from lego.recipe import Checkpoints, Gates, Recipe, Rollout, Validation
 from lego.records import Sampling
 from lego.tasks.folder import Folder
 from sandbox.base import Limits
@@ -86,6 +86,8 @@ recipe = Recipe(
     ),
     # In bfloat16 two programs do not agree to float32's 0.999 and 5e-4, even with the experts replayed.
     fidelity=Gates(min_pearson=0.99, max_k3=2e-3),
+    # A crash costs the steps since the last one, to be made again from the groups on the disk: no trial is run twice.
+    checkpoints=Checkpoints(every=10),
     # A trial costs minutes here: fewer of them before and after.
     validation=Validation(train_attempts=1, heldout_attempts=4),
 )

@@ -204,6 +204,7 @@ def _spawn(command: list[str], first: list[str], undo: ExitStack) -> _Started:
             stderr=errors,
             pass_fds=(theirs.fileno(), seccomp),
             env={},
+            start_new_session=True,  # a Ctrl-C on the terminal is for this program alone, which decides what ends
         )
     undo.callback(_stop, process, START_S)
     return _Started(process, Link(ours), errors)

@@ -31,7 +31,10 @@ def git(folder: Path, *args: str, stdin: bytes = b"", env: Mapping[str, str] | N
         raise SandboxError("git is not installed: it is needed to write patches and clean repositories")
     words = {"HOME": str(folder), **QUIET, **(env or {})}
     # Modes are the same on every host: the user's umask stays out.
-    done = subprocess.run([program, *args], input=stdin, env=words, capture_output=True, cwd=folder, umask=0o022)
+    # In a session of its own: a Ctrl-C on the terminal is for this program alone, which decides what ends.
+    done = subprocess.run(
+        [program, *args], input=stdin, env=words, capture_output=True, cwd=folder, umask=0o022, start_new_session=True
+    )
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()[-REASON_CHARACTERS:]
         raise SandboxError(f"git {next(word for word in args if word[0] != '-')} failed: {reason or done.returncode}")

@@ -85,7 +85,8 @@ def owners_namespace(first_id: int) -> int:
 @functools.cache
 def _owners_namespace(first_id: int) -> int:
     command = ["unshare", "--user", "sh", "-c", "echo; read -r _"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PATH": os.defpath}) as process:
+    pipe, env = subprocess.PIPE, {"PATH": os.defpath}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()  # by now it is in its new namespace
         proc = Path(f"/proc/{process.pid}")

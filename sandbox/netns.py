@@ -68,7 +68,12 @@ def _by_helper(pid: int, port: int) -> socket.socket:
         python = [os.path.realpath(sys.executable), "-I", "-S", "-c", HELPER, str(theirs.fileno()), str(port)]
         try:
             done = subprocess.run(
-                [*enter, *python], pass_fds=[theirs.fileno()], capture_output=True, timeout=HELPER_S, check=False
+                [*enter, *python],
+                pass_fds=[theirs.fileno()],
+                capture_output=True,
+                timeout=HELPER_S,
+                check=False,
+                start_new_session=True,
             )
         except FileNotFoundError as error:
             raise SandboxError(

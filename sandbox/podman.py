@@ -153,7 +153,7 @@ class PodmanEngine:
 
     async def delete(self, path: Path) -> None:
         command = self.service.as_root(["rm", "-rf", "--", str(path)])
-        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, start_new_session=True)
         _, said = await process.communicate()
         if process.returncode:
             raise SandboxError(f"cannot remove {path}: {said.decode(errors='replace').strip()}")

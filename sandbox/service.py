@@ -74,7 +74,8 @@ class Service:
         """Removes what a service that was killed while it made a container has left of it: no service knows that."""
         if self._folder is not None:
             command = [*self._podman(), "rm", "--force", "--ignore", container]
-            subprocess.run(command, env=self.setup.environment(self._folder), capture_output=True, check=False)
+            env = self.setup.environment(self._folder)
+            subprocess.run(command, env=env, capture_output=True, check=False, start_new_session=True)
 
     def as_root(self, command: list[str]) -> list[str]:
         """A command with the rights of Podman's root: for an ordinary user over the ids that are subordinate to it."""
@@ -89,7 +90,8 @@ class Service:
         """What a file of Podman's holds. Blocks; OSError where it cannot be read."""
         if os.geteuid() == 0:
             return int(path.read_text())
-        done = subprocess.run(self.as_root(["cat", str(path)]), capture_output=True, text=True, check=False)
+        cat = self.as_root(["cat", str(path)])
+        done = subprocess.run(cat, capture_output=True, text=True, check=False, start_new_session=True)
         if done.returncode and "No such file" in done.stderr:
             raise FileNotFoundError(done.stderr)
         if done.returncode:

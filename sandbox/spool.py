@@ -34,7 +34,7 @@ async def tar(
     if program is None:
         raise SandboxError("tar is missing: apt-get install tar")
     process = await asyncio.create_subprocess_exec(
-        program, *arguments, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE
+        program, *arguments, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         _, complaint = await process.communicate()

@@ -12,7 +12,7 @@ from tests.tiny import write_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos", default="pi,codex,claude", help="harnesses that test_chaos.py tries, by name")
+    parser.addoption("--chaos", default="pi,codex,claude", help="harnesses that test_chaos.py tries, by name, or all")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,8 @@ def fetched_cache() -> Path:
 async def vllm_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
     """A real server of `tiny_model` in float32 with routing; a test that changes its weights puts the old ones back."""
     from lego.engine.vllm import VllmServer
+    from tests.tiny_engine import one_engine
 
     spec = VllmServer(dtype="float32", kv_cache_mib=64, max_num_seqs=16)
-    async with spec.open(tiny_model, tmp_path_factory.mktemp("vllm")) as engine:
+    async with one_engine(spec, tiny_model, tmp_path_factory.mktemp("vllm")) as engine:
         yield engine

@@ -67,7 +67,7 @@ def test_a_run_killed_again_and_again_trains_what_an_unkilled_one_does(tmp_path:
 def test_curves_of_a_killed_run_have_each_step_once(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for die_after in (20, 9, 9, 0):
+    for die_after in (20, 7, 5, 0):
         live(tmp_path, die_after, {"staleness": 1})
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
@@ -77,7 +77,8 @@ def test_curves_of_a_killed_run_have_each_step_once(tmp_path: Path):
 def test_s07_refilled_groups_are_neither_trained_nor_run_twice_after_a_kill(tmp_path: Path):
     fields = {"staleness": 1, "refill": 2, "steps": 6}
     for die_after in (12, 15, 9, 21, 0):
-        live(tmp_path, die_after, fields)
+        if live(tmp_path, die_after, fields) == 0:
+            break
     past = Journal(tmp_path).past
     used = [group for step in past.steps for group in step]
     assert past.finished and len(past.steps) == 6 and len(used) == len(set(used)) == 18

@@ -21,9 +21,10 @@ from lego.learn.optimizer import AdamW
 from lego.learn.packing import PADDING
 from lego.learn.titan import Policy
 from lego.learn.titan_cpu import causal_convolution
+from lego.learn.weight_files import Replaced
 from lego.records import Floats, Generation, Ids, Sampling
 from tests.learn import policies
-from tests.tiny_engine import write_served
+from tests.tiny_engine import one_engine, write_served
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +178,7 @@ async def before_and_after(engine: VllmEngine, policy: Policy, dtype: torch.dtyp
     before = look(policy, packed)
     train(policy, packed)
     assert distance(policy, packed, packed.routing_TLK).largest > 0.5, "old weights would pass for new ones"
-    policy.export(scratch / "new.safetensors", dtype)
-    await engine.update(scratch / "new.safetensors", 1)
+    await engine.update(Replaced(scratch, policy.weights.forms(dtype)).write(1, policy.weights.held()), 1)
     after = look(policy, await sample(engine, 200))
     engine.model = replace(engine.model, stop_ids=stop_ids)
     return [before, after]
@@ -202,7 +202,7 @@ async def test_float32_moe_agrees_to_1e_4_and_on_every_route(vllm_engine: VllmEn
 
 async def test_float32_dense_agrees_to_1e_4(tmp_path: Path):
     folder = write_served(tmp_path / "model", "qwen3")
-    async with VllmServer(dtype="float32", kv_cache_mib=64).open(folder, tmp_path) as engine:
+    async with one_engine(VllmServer(dtype="float32", kv_cache_mib=64), folder, tmp_path) as engine:
         found = await before_and_after(engine, policies.policy(folder), torch.float32, tmp_path)
     assert max(each.replayed.largest for each in found) < 1e-4
 
@@ -213,7 +213,7 @@ async def test_bfloat16_moe_agrees_as_far_as_its_rounding_goes_because_routes_ar
 ):
     folder = write_served(tmp_path / "model", family)
     policy = policies.policy(folder, dtype="bfloat16")
-    async with VllmServer(dtype="bfloat16", kv_cache_mib=64).open(folder, tmp_path) as engine:
+    async with one_engine(VllmServer(dtype="bfloat16", kv_cache_mib=64), folder, tmp_path) as engine:
         first = await converse(engine, 300, 40, 30)
         found = await before_and_after(engine, policy, torch.bfloat16, tmp_path)
         await engine.update(folder / "model.safetensors", 2)

@@ -1,10 +1,14 @@
 """Tiny models that vLLM's CPU kernels can serve: one of `tests.tiny.FAMILIES`, in larger sizes, with a tokenizer."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
 
+from lego.engine.vllm import VllmServer
+from lego.engine.vllm_client import VllmEngine
 from tests.tiny import byte_tokenizer, write_family
 
 _SIZES = {
@@ -39,3 +43,12 @@ def write_served(folder: Path, family: str, seed: int = 0) -> Path:
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+@asynccontextmanager
+async def one_engine(server: VllmServer, model: Path, logs: Path) -> AsyncIterator[VllmEngine]:
+    """The one engine behind a pool of one, for tests of what an engine does and a pool does not show."""
+    async with server.open(model, logs) as pool:
+        (replica,) = pool._replicas
+        assert replica.engine is not None
+        yield replica.engine

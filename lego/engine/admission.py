@@ -153,6 +153,9 @@ class Gate:
         stuck = False
         for place in tuple(self._line):
             want, told = place
+            if told.cancelled():  # its caller has yet to hear of it
+                self._line.remove(place)
+                continue
             cheap = want.hit_share >= self._rule.hit_threshold
             if (cheap or not stuck) and self._admits(want):
                 self._line.remove(place)

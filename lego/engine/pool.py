@@ -10,13 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lego.engine.admission import Admission, Gate, Want
 from lego.engine.base import Progress
-from lego.engine.folder import ModelFolder
 from lego.engine.placing import Places
 from lego.engine.replica import Common, Replica, Restarts, Start, Weights
 from lego.engine.splice import Told
@@ -91,35 +89,6 @@ class EnginePool:
     def version(self) -> int:
         """The newest weights that an update brought, 0 before any."""
         return self._common.version
-
-    @property
-    def pids(self) -> tuple[int | None, ...]:
-        """The root process of each replica's server; None while it has none of ours."""
-        return tuple(None if r.engine is None else r.engine.pid for r in self._replicas)
-
-    @property
-    def model(self) -> ModelFolder:
-        """What answers are checked against, and the tokens that end them; of all replicas when set."""
-        return self._only.model
-
-    @model.setter
-    def model(self, model: ModelFolder) -> None:
-        for replica in self._replicas:
-            if replica.engine is not None:
-                replica.engine.model = model
-
-    async def label(self, version: int) -> None:
-        """Names the weights that a pool of one has now."""
-        await self._only.label(version)
-
-    async def _step(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await self._only._step(path, body)
-
-    @property
-    def _only(self) -> VllmEngine:
-        engine = self._replicas[0].engine
-        assert engine is not None, "not open, or restarting"
-        return engine
 
     def usage(self) -> PoolUsage:
         """The pool in numbers, without asking anybody."""
@@ -197,16 +166,16 @@ class EnginePool:
                     group.create_task(load(replica))
         finally:
             if pauses:  # even if cancelled: who has the new weights keeps them, the others get them
-                self._adopt(chosen, weights)
+                self._adopt(weights)
             self._common.bell.ring()
         if not pauses:
             raise failures[0]
         return pauses
 
-    def _adopt(self, chosen: Sequence[Replica], weights: Weights) -> None:
+    def _adopt(self, weights: Weights) -> None:
         self._common.newest = weights
         for replica in self._replicas:
-            replica.behind = replica.behind or (replica not in chosen and replica.serves)
+            replica.behind = replica.serves and replica.engine is not None and replica.engine.version != weights.version
 
     @asynccontextmanager
     async def pinned(self) -> "AsyncIterator[Pinned]":

@@ -165,7 +165,11 @@ class Replica:
                 await self._first_label(engine)
             else:
                 raise EngineError("an update of it failed, and it cannot be given the policy's own weights again")
-            await engine.check_logprobs()
+            try:
+                async with asyncio.timeout(self._limits.unhealthy_s):  # nobody else can load or pin meanwhile
+                    await engine.check_logprobs()
+            except TimeoutError as error:
+                raise EngineError(f"no first token within {self._limits.unhealthy_s:g} s") from error
             self.engine, self.behind = engine, False
             self.cache += 1
         if not self.up.done():

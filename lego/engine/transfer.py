@@ -20,12 +20,6 @@ VERSION = "lego_version"
 """Key of the file's metadata under which the version of its weights stands, in decimal digits."""
 UNFINISHED = (1 << 64) - 1
 """The length of the header in a file that is being written: more than any file holds."""
-INDEX = "model.safetensors.index.json"
-_NAMED = 3
-"""Tensors that a message names."""
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +44,8 @@ class Header:
 
     version: int | None
     """Of its weights; None in a file that no trainer of ours wrote."""
-    shapes: Shapes
-    """In the order of the header."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its tensors by name, in the order of the header."""
     raw: bytes
     """The header as it stands, with its length."""
 
@@ -65,13 +59,9 @@ def read_header(path: Path) -> Header:
         raise EngineError(f"weights file {path}: {error.strerror}") from error
 
 
-def check(path: Path, version: int | None = None, shapes: Shapes | None = None) -> Path:
-    """The file's absolute path; EngineError if it is not whole, of another version, or holds other tensors."""
-    header = read_header(path)
-    _check_version(path, header, version)
-    wrong = misfits(header.shapes, shapes) if shapes is not None else []
-    if wrong:
-        raise EngineError(f"weights file {path}: {'; '.join(wrong)}")
+def check(path: Path, version: int | None = None) -> Path:
+    """The file's absolute path; EngineError if it is not whole, or of another version."""
+    _check_version(path, read_header(path), version)
     return path.resolve()
 
 
@@ -118,33 +108,6 @@ class WeightsFile:
                 self.check()
         finally:
             self.close()
-
-
-def folder_shapes(folder: Path) -> Shapes:
-    """Shapes of all tensors of a model folder, of the files that its index names or of all. EngineError as `check`."""
-    index = folder / INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    return {name: shape for path in paths for name, shape in read_header(path).shapes.items()}
-
-
-def misfits(found: Shapes, wanted: Shapes) -> list[str]:
-    """What keeps tensors of these shapes from being the wanted ones, in words that name the first."""
-    kinds = {
-        "are missing": [name for name in wanted if name not in found],
-        "have no place in this model": [name for name in found if name not in wanted],
-        "have another shape": [
-            f"{name} {found[name]} (want {wanted[name]})"
-            for name in wanted
-            if found.get(name, wanted[name]) != wanted[name]
-        ],
-    }
-    return [
-        f"{len(names)} tensors {what}: {', '.join(sorted(names)[:_NAMED])}" for what, names in kinds.items() if names
-    ]
 
 
 def _check_version(path: Path, header: Header, version: int | None) -> None:

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lego.engine.transfer import Shapes, misfits
 from lego.errors import TrainerError, UsageError
 from lego.learn.checkpoint_folder import Keep, Meta, clean, find, part_of, place, prune, publish, read_meta
 from lego.learn.optimizer import AdamW
 from lego.learn.titan import Network, control_group
+from lego.learn.titan_weights import Shapes, misfits
 
 log = logging.getLogger(__name__)
 

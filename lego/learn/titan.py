@@ -200,16 +200,6 @@ class Network:
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def hf_weights(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """All weights on CPU under the names of the source folder; on ranks above 0 an empty dict."""
-        return dict(self.weights.stream(dtype))
-
-    def export(self, path: Path, dtype: torch.dtype | None = None) -> None:
-        """Writes one safetensors file of HF-named weights; it appears complete or not at all."""
-        weights = self.hf_weights(dtype)
-        if weights:
-            hf_folder.save(path, weights)
-
     def export_folder(
         self, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int = hf_folder.SHARD_BYTES
     ) -> None:

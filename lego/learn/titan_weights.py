@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lego.engine.transfer import misfits
 from lego.errors import UsageError
 from lego.learn import hf_folder
 from lego.learn.titan_models import Architecture, matches
@@ -28,6 +27,12 @@ _EMBEDDING = "tok_embeddings.weight"
 _NESTED, _FLAT = "model.language_model.", "model."
 _ONE = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"^layers\.\d+\.")
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors by name."""
+_NAMED = 3
+"""Tensors that a message names."""
 
 
 def clean(name: str) -> str:
@@ -159,6 +164,22 @@ class Weights:
         main = self.stored.main_dtype
         own = self.stored.tensors[name].dtype if name in self.stored.tensors else main
         return wanted if wanted is not None and own == main else own
+
+
+def misfits(found: Shapes, wanted: Shapes) -> list[str]:
+    """What keeps tensors of these shapes from being the wanted ones, in words that name the first."""
+    kinds = {
+        "are missing": [name for name in wanted if name not in found],
+        "have no place in this model": [name for name in found if name not in wanted],
+        "have another shape": [
+            f"{name} {found[name]} (want {wanted[name]})"
+            for name in wanted
+            if found.get(name, wanted[name]) != wanted[name]
+        ],
+    }
+    return [
+        f"{len(names)} tensors {what}: {', '.join(sorted(names)[:_NAMED])}" for what, names in kinds.items() if names
+    ]
 
 
 def places(arch: Architecture, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -63,9 +63,12 @@ class Account:
             self.measured(moment, split, rate, spent.get((moment, split), 0.0))
 
     def fidelity(self) -> dict[str, float | None]:
-        """The worst of all steps, but k3 of the first."""
+        """The worst of all steps, but k3 of the first. Pearson and k3 are of steps on tokens of the newest weights:
+        of older ones trainer and sampler differ as they should."""
         sampled = self.tokens["sampled"]
-        pearson, k3, coverage = (self._numbers(f"train/{n}") for n in ("pearson", "k3", "routing_coverage"))
+        newest = [row for row in self.steps if row["rollout/on_policy"]]
+        pearson, k3 = (_numbers(newest, f"train/{name}") for name in ("pearson", "k3"))
+        coverage = _numbers(self.steps, "train/routing_coverage")
         return {
             "pearson": min(pearson, default=None),
             "k3": k3[0] if k3 else None,
@@ -73,9 +76,6 @@ class Account:
             "routing_coverage": min(coverage, default=None),
             "trainable_share": self.tokens["trainable"] / sampled if sampled else None,
         }
-
-    def _numbers(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.steps]
 
     def summary(self) -> dict[str, object]:
         """What summary.json holds."""
@@ -95,6 +95,10 @@ class Account:
     def _triple(self, moment: str, split: str) -> list[float] | None:
         rate = self.rates[moment].get(split)
         return None if rate is None or not rate.asked else rate.triple()
+
+
+def _numbers(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(step[name]) for step in steps]
 
 
 def _is_measured(event: Mapping[str, Any]) -> bool:

@@ -11,14 +11,13 @@ class Curves:
     """Scalars by step; the library is loaded at the first one."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
-        """With `first`, readers forget what an earlier life of the run wrote from that step on."""
+        """Readers forget what an earlier life of the run wrote from the step `first` on."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         Event, Log = event_pb2.Event, event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         self._writer = EventFileWriter(str(folder))
-        if first:
-            self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=Log(status=Log.START)))
+        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=Log(status=Log.START)))
 
     def add(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2

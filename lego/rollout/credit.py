@@ -1,6 +1,5 @@
 """From rewards to weighted samples: one reward a trial, however many segments it has. Pure (docs/credit.md)."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,35 +33,23 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Credited:
-    """The samples of a step, and what was left out: `flat` groups hold equal rewards, `small` ones too few."""
+    """The samples of a step, and what its groups have beside them."""
 
     samples: tuple[Sample, ...]
-    groups: int
-    flat: int
-    small: int
-    empty: int = 0
-    """Trials of the groups that train whose every segment has weight 0; their rewards are in the baseline."""
-    tokens: int = 0
+    empty: int
+    """Trials whose every segment has weight 0; their rewards are in the baseline."""
+    tokens: int
     """Trainable tokens of the samples: what the trainer's own count must be."""
-    unused_tokens: int = 0
-    """Trainable tokens of the same groups in segments of weight 0."""
+    unused_tokens: int
+    """Trainable tokens in segments of weight 0."""
 
 
-def groups_of(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int | None], list[Trajectory]]:
-    """Scored trajectories by task and group; those without a reward leave baseline and mean."""
-    groups: dict[tuple[str, int | None], list[Trajectory]] = {}
-    for trajectory in trajectories:
-        members = groups.setdefault((trajectory.task, trajectory.group), [])
-        if trajectory.reward is not None:
-            members.append(trajectory)
-    return groups
+def credit(groups: Sequence[Sequence[Trajectory]], rules: Rules) -> Credited:
+    """Each trial's advantage on its segments, weighted so that the weights of one trial sum to 1.
 
-
-def credit(trajectories: Sequence[Trajectory], rules: Rules) -> Credited:
-    """Each trial's advantage on its segments, weighted so that the weights of one trial sum to 1."""
-    groups = list(groups_of(trajectories).values())
-    enough = [members for members in groups if len(members) >= rules.least_group]
-    kept = [members for members in enough if not (rules.drop_flat_groups and flat(members))]
+    `groups` are what `filters.judge` kept of each: trials with a reward; none of a dropped group.
+    """
+    kept = [members for members in groups if members]
     rewards = [[_reward(t, rules) for t in members] for members in kept]
     trials = [
         _samples(trajectory, reward, advantage, rules)
@@ -73,19 +60,10 @@ def credit(trajectories: Sequence[Trajectory], rules: Rules) -> Credited:
     tokens = sum(trainable(sample.segment) for sample in samples)
     return Credited(
         samples=samples,
-        groups=len(groups),
-        flat=sum(flat(members) for members in enough),
-        small=len(groups) - len(enough),
         empty=sum(not trial for trial in trials),
         tokens=tokens,
         unused_tokens=sum(length(t) for members in kept for t in members) - tokens,
     )
-
-
-def flat(members: Sequence[Trajectory]) -> bool:
-    """Whether the verdicts tell a group's scored trials apart in nothing; one trial alone is not flat."""
-    rewards = [t.reward for t in members if t.reward is not None]
-    return len(rewards) > 1 and math.isclose(min(rewards), max(rewards))
 
 
 def weights(segments: Sequence[Segment], rules: Rules) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lego.rollout.plan import GroupSpec, Plan
+from lego.rollout.plan import GroupSpec, walk
 from lego.tasks.task import Task
 
 HALF_LIFE_TRIALS = 32
@@ -85,8 +85,8 @@ class Walk:
         return iter(())
 
     def task(self, number: int, tasks: tuple[Task, ...], seed: int, rates: TaskRates) -> Task:
-        """That of the plan."""
-        return Plan(tasks=tasks, group_size=1, seed=seed).group(number).task
+        """The next one of the walk."""
+        return walk(number, tasks, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,12 @@ class Band:
             yield f"rollout.curriculum.explore: {self.explore}, wanted more than 0, up to 1: or no rate is ever renewed"
 
     def task(self, number: int, tasks: tuple[Task, ...], seed: int, rates: TaskRates) -> Task:
-        """That of the plan in the first pass; then, in the band or outside it, the one visited longest ago.
+        """That of the walk in the first pass; then, in the band or outside it, the one visited longest ago.
 
         A task without a rate is in the band. Where one side is empty the other is taken.
         """
         if number < len(tasks):
-            return Walk().task(number, tasks, seed, rates)
+            return walk(number, tasks, seed)
         inside, outside = list[Task](), list[Task]()
         for task in tasks:
             (inside if self._holds(rates.rate(task.id)) else outside).append(task)

@@ -1,5 +1,6 @@
 """What is not trained on, and why: trials left out of their group, groups dropped, and when to stop the run. Pure."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Literal
 
 from lego.errors import GateError
 from lego.records import SCORED, Trajectory
-from lego.rollout.credit import Rules, flat
+from lego.rollout.credit import Rules
 
 
 class LeftOut(StrEnum):
@@ -76,11 +77,6 @@ class Judged:
     """Why it is dropped, for people."""
 
 
-def stale(trajectory: Trajectory, *, step: int, staleness: int) -> bool:
-    """Whether any token of the trial comes from weights older than the step that trains it may use."""
-    return _oldest(trajectory) < step - staleness
-
-
 def judge(trajectories: Sequence[Trajectory], filters: Filters, rules: Rules, *, oldest: int = 0) -> Judged:
     """One group's trials, sorted: which are left, which are not and why, and whether the group is dropped.
 
@@ -131,9 +127,15 @@ def _reason(trajectory: Trajectory, filters: Filters, oldest: int) -> LeftOut | 
 def _drop(kept: Sequence[Trajectory], least: int, drop_flat: bool) -> Drop | None:
     if len(kept) < least:
         return Drop.SHORT
-    if not (drop_flat and flat(kept)):
+    if not (drop_flat and _flat(kept)):
         return None
     return {0.0: Drop.ALL_ZERO, 1.0: Drop.ALL_ONE}.get(kept[0].reward or 0.0, Drop.FLAT)
+
+
+def _flat(kept: Sequence[Trajectory]) -> bool:
+    """Whether the verdicts tell the trials apart in nothing; one alone is not flat."""
+    rewards = [t.reward for t in kept if t.reward is not None]
+    return len(rewards) > 1 and math.isclose(min(rewards), max(rewards))
 
 
 def _cause(

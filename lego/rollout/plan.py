@@ -1,8 +1,4 @@
-"""Which task each group of a run works on, by the group's number alone: an endless walk over the tasks. Pure.
-
-Plan(tasks=…, group_size=8, seed=0).group(17) -> GroupSpec
-Supply(plan, first=17, again=(12, 15)).next_group() -> GroupSpec: 12, 15, 17, 18, 19, …
-"""
+"""The groups of a run and their attempts, each known by its number alone. Pure."""
 
 import random
 from collections.abc import Sequence
@@ -44,26 +40,13 @@ class GroupSpec:
         return tuple(Attempt(task=self.task, number=first + k, group=self.number) for k in range(self.size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """An endless walk over the tasks, shuffled anew for each pass; any place of it is known without those before.
+def walk(number: int, tasks: Sequence[Task], seed: int) -> Task:
+    """The task of group `number`, counted from 0, on an endless walk: passes through all tasks, each shuffled anew.
 
-    The same tasks, size and seed give the same groups, so a run that starts again goes on where it was.
+    It is known without those before it: a run that starts again goes on where it was.
     """
-
-    tasks: tuple[Task, ...]
-    group_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not self.tasks or self.group_size < 1:
-            raise ValueError(f"{len(self.tasks)} tasks in groups of {self.group_size}, wanted 1 or more of both")
-
-    def group(self, number: int) -> GroupSpec:
-        """Group `number`, counted from 0; each pass visits every task once, so the pass is the visit."""
-        visit, place = divmod(number, len(self.tasks))
-        task = self.tasks[_order(len(self.tasks), self.seed, visit)[place]]
-        return GroupSpec(number=number, task=task, visit=visit, size=self.group_size)
+    epoch, place = divmod(number, len(tasks))
+    return tasks[_order(len(tasks), seed, epoch)[place]]
 
 
 @lru_cache(maxsize=8)

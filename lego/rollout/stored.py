@@ -48,9 +48,9 @@ class Stored:
             with safe_open(path, framework="np") as file:
                 texts = json.loads(file.metadata()[TEXT])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError, ValueError, LookupError) as error:
+            return tuple(_trajectory(i, text, arrays) for i, text in enumerate(texts))
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: the group cannot be read, and the run not gone on with: {error}") from error
-        return tuple(_trajectory(i, text, arrays) for i, text in enumerate(texts))
 
     def keep(self, groups: Iterable[int]) -> None:
         """Removes all others, and what was being written when a run died."""

@@ -251,3 +251,12 @@ def test_sessions_that_were_not_heard_of_for_longest_are_forgotten(monkeypatch: 
     for session, replica in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
         places.put(session, replica, 0, ids(1))
     assert [places.choose(session, {0: 0, 5: 1}) for session in "abc"] == [5, 0, 5]
+
+
+async def test_one_who_is_cancelled_while_another_one_ends_is_not_let_in():
+    gate, entered, (waiting,) = await full(want("a"))
+    waiting.cancel()  # hears of it in the loop's next turn only
+    gate.read(ROOM)
+    gate.leave(2)
+    await settled()
+    assert waiting.cancelled() and entered == [] and (gate.running, gate.waiting) == (0, 0)

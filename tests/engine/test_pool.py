@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from lego.engine import pool as pools
 from lego.engine import replica as replicas
+from lego.engine import vllm_client
 from lego.engine.admission import Admission
 from lego.engine.base import Pool
 from lego.engine.pool import EnginePool
@@ -331,7 +332,7 @@ async def test_an_error_inside_is_not_wrapped():
 
 async def test_a_server_that_stops_answering_for_its_health_is_started_again():
     fake = Fake()
-    async with pooled(fake, unhealthy_s=0.1) as pool:
+    async with pooled(fake, unhealthy_s=0.4) as pool:
         fake.length, fake.step_s = 2, 0.1
         async with asyncio.TaskGroup() as group:
             call = group.create_task(ask(pool))
@@ -644,3 +645,38 @@ async def test_a_pool_is_a_pool_and_costs_little_a_call():
             for i in range(400):
                 group.create_task(ask(pool, f"s{i}"))
         assert (time.process_time() - began) / 400 < 0.02  # with both ends of HTTP in this process
+
+
+async def test_a_replica_that_could_not_read_the_new_weights_gets_them_before_it_serves_again(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+):
+    check, fails = vllm_client.check_weights_file, [1]
+
+    def at_times(file: Path, version: int) -> Path:
+        if fails:
+            fails.pop()
+            raise EngineError(f"{file}: input/output error")
+        return check(file, version)
+
+    fakes = [Fake(), Fake()]
+    async with pooled(*fakes) as pool:
+        monkeypatch.setattr(vllm_client, "check_weights_file", at_times)
+        await pool.update(weights, 1)
+        assert {spans(await ask(pool, f"s{i}"))[0][0] for i in range(6)} == {1}
+        await until(lambda: [fake.version for fake in fakes] == [1, 1])
+
+
+async def test_a_server_that_hangs_while_it_comes_back_holds_no_update_up(weights: Path):
+    class Hanging(Fake):
+        async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if self.starts == 2:
+                await asyncio.sleep(60)
+            return await super()._generate(request, body)
+
+    fakes = [Fake(), Hanging()]
+    async with pooled(*fakes, unhealthy_s=0.3) as pool:
+        fakes[1].dead = True
+        await until(lambda: fakes[1].starts == 2)
+        await pool.update(weights, 1)
+        await until(lambda: [fake.version for fake in fakes] == [1, 1])
+        assert fakes[1].starts == 3

@@ -13,6 +13,7 @@ import numpy as np
 
 from lego.engine.pool import EnginePool
 from lego.engine.vllm import CPU_BLOCK_TOKENS, VllmServer
+from lego.engine.vllm_client import VllmEngine
 from lego.records import Floats, Generation, Ids, Sampling
 from tests.engine.reference import reference
 from tests.tiny import write_model
@@ -70,9 +71,17 @@ def where(pool: EnginePool) -> list[int]:
 
 
 async def begun(talks: list[Talk]) -> None:
-    """Until a token of each session's next answer has come."""
+    """Until the answers of most sessions, and so some of each server, have begun."""
     before = [talk.told for talk in talks]
-    await until(lambda: all(talk.told and talk.told is not old for talk, old in zip(talks, before, strict=True)))
+    most = len(talks) // 2 + 2
+    await until(lambda: sum(bool(t.told) and t.told is not old for t, old in zip(talks, before, strict=True)) >= most)
+
+
+def first(pool: EnginePool) -> VllmEngine:
+    """The engine of the first replica."""
+    engine = pool._replicas[0].engine
+    assert engine is not None
+    return engine
 
 
 async def hits(pool: EnginePool) -> int:
@@ -113,7 +122,9 @@ async def test_two_servers_lose_no_call_and_mix_no_weights(tiny_model: Path, tmp
     async with SERVER.open(tiny_model, tmp_path, progress=lambda *step: steps.append(step)) as pool:
         up_s = time.monotonic() - began
         assert steps == [(1, 2, "engines ready"), (2, 2, "engines ready")]
-        pool.model = replace(pool.model, stop_ids=())
+        for replica in pool._replicas:
+            assert replica.engine is not None
+            replica.engine.model = replace(replica.engine.model, stop_ids=())
         await replicas_sample_differently(pool)
         talks = [Talk(pool, name, i) for i, name in enumerate(SESSIONS)]
         idle = [Talk(pool, f"idle {i}", 100 + i) for i in range(2)]
@@ -179,7 +190,7 @@ async def ask_again(pool: EnginePool, talk: Talk, ids: Ids) -> None:
 
 
 async def a_killed_server_costs_nothing(pool: EnginePool, talks: list[Talk], folders: dict[int, Path]) -> None:
-    asked, before, victim = [talk.ids for talk in talks], where(pool), pool.pids[0]
+    asked, before, victim = [talk.ids for talk in talks], where(pool), first(pool).pid
     assert victim is not None
     async with asyncio.TaskGroup() as group:
         turns = group.create_task(all_turns(talks, ANSWER))
@@ -193,7 +204,7 @@ async def a_killed_server_costs_nothing(pool: EnginePool, talks: list[Talk], fol
     for i in {moved[0], moved[-1], before.index(1)}:
         check(folders, asked[i], got[i])
     await until(lambda: pool.usage().alive == 2)
-    back = pool._replicas[0].engine
-    assert back is not None and pool.usage().restarts == 1 and pool.pids[0] != victim
+    back = first(pool)
+    assert pool.usage().restarts == 1 and back.pid != victim
     ids = prompt(77, 100)
     check(folders, ids, await back.generate(ids, Sampling(max_tokens=20), session="s"))

@@ -150,7 +150,7 @@ async def test_servers_that_run_elsewhere_are_used_and_none_is_started(
             for session in "abcd":
                 assert (await pool.generate(ids(1, 2), Sampling(), session=session)).finish == "stop"
             await pool.update(tiny_model / "model.safetensors", 1)
-            assert pool.pids == (None, None) and [fake.version for fake in fakes] == [1, 1]
+            assert [fake.version for fake in fakes] == [1, 1]
             fakes[0].fails["/update_weights"] = 1
             await pool.update(tiny_model / "model.safetensors", 2)
             await until(lambda: pool.usage().alive == 2)

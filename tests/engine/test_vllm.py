@@ -183,7 +183,9 @@ async def test_progress_is_every_token_and_its_logprob_in_order(vllm_engine: Vll
         got = await vllm_engine.generate(
             ids, Sampling(max_tokens=50), session="s", progress=lambda *so_far: told.append(so_far)
         )
-    assert [len(some) for some, _ in told] == [1, 17, 33, 49, 50]
+    sizes = [len(some) for some, _ in told]
+    assert len(sizes) > 1 and sizes[-1] == 50 and sizes == sorted(set(sizes))
+    assert set(sizes) <= {1, 17, 33, 49, 50}, "as the server sends them; a busy reader may get two at once"
     for some, logprobs in told:
         np.testing.assert_array_equal(some, got.output_ids[: len(some)])
         np.testing.assert_array_equal(logprobs, got.logprobs[: len(some)])

@@ -80,7 +80,7 @@ def test_a_family_computes_what_transformers_does_and_gives_its_weights_back(tmp
     made = policy(tmp_path)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
-    assert same(made.hf_weights(), stored(tmp_path))
+    assert same(dict(made.weights.stream(None)), stored(tmp_path))
     assert len(read_model_folder(tmp_path).moe_layers) == made.arch.moe_layers
 
 
@@ -95,7 +95,7 @@ def test_a_published_qwen35_keeps_what_it_does_not_train(tmp_path, kind, caplog)
         assert difference(made, model) <= 1e-5
     want = stored(tmp_path)
     assert {"mtp.fc.weight", "model.visual.blocks.0.attn.qkv.weight"} <= want.keys()
-    assert same(made.hf_weights(), want)
+    assert same(dict(made.weights.stream(None)), want)
 
 
 def test_an_announced_prediction_layer_is_carried_and_another_is_not(tmp_path, caplog):
@@ -108,7 +108,7 @@ def test_an_announced_prediction_layer_is_carried_and_another_is_not(tmp_path, c
     assert "model.layers.3.eh_proj.weight" in caplog.text
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
-    assert same(made.hf_weights(), stored(tmp_path))
+    assert same(dict(made.weights.stream(None)), stored(tmp_path))
     save_file(load_file(path) | {"model.layers.4.eh_proj.weight": torch.ones(1)}, path)
     with pytest.raises(UsageError, match=r"no place.*layers\.4\.eh_proj"):
         policy(tmp_path)
@@ -121,7 +121,7 @@ def test_fused_experts_are_read_and_written_fused(tmp_path, kind):
     made = policy(tmp_path)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
-    assert same(made.hf_weights(), stored(tmp_path))
+    assert same(dict(made.weights.stream(None)), stored(tmp_path))
 
 
 def test_qwen35_experts_stored_one_by_one_are_read_and_written_so(tmp_path):
@@ -132,7 +132,7 @@ def test_qwen35_experts_stored_one_by_one_are_read_and_written_so(tmp_path):
     made = policy(tmp_path)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
-    assert same(made.hf_weights(), stored(tmp_path))
+    assert same(dict(made.weights.stream(None)), stored(tmp_path))
 
 
 @pytest.mark.parametrize("stock", [True, False])
@@ -157,14 +157,14 @@ def test_c01_a_tied_head_learns_with_its_embedding(tmp_path, kind, key_stored):
         save_file(load_file(path) | {"lm_head.weight": load_file(path)[embedding].clone()}, path)
     made = policy(tmp_path / "m")
     assert made.model.lm_head.weight is made.model.tok_embeddings.weight
-    assert same(made.hf_weights(), load_file(path))
+    assert same(dict(made.weights.stream(None)), load_file(path))
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
     logprobs(made, ROW, POSITIONS.clone()).mean().backward()
     torch.optim.SGD(made.parameters().values(), lr=0.02).step()
     before = load_file(path)
     shutil.copytree(tmp_path / "m", tmp_path / "new")
-    made.export(tmp_path / "new" / "model.safetensors")
+    made.export_folder(tmp_path / "new")
     after = stored(tmp_path / "new")
     assert after.keys() == before.keys() and not torch.equal(after[embedding], before[embedding])
     assert not key_stored or torch.equal(after["lm_head.weight"], after[embedding])
@@ -180,10 +180,10 @@ def test_gradients_are_those_of_transformers(tmp_path, kind):
     """Read off one step of plain descent, in the file's names, fused as transformers has them in memory."""
     model = write_family(tmp_path, kind, fused=True)
     made, lr = policy(tmp_path), 0.01
-    before = {name: t.clone() for name, t in made.hf_weights().items()}
+    before = {name: t.clone() for name, t in made.weights.stream(None)}
     logprobs(made, ROW, POSITIONS.clone())[: len(DOCUMENTS[0]) - 1].sum().backward()
     torch.optim.SGD(made.parameters().values(), lr=lr).step()
-    after = made.hf_weights()
+    after = dict(made.weights.stream(None))
     torch.cat(reference(model, DOCUMENTS[:1])).sum().backward()
     for name, parameter in model.named_parameters():
         want, got = parameter.grad, (before[name] - after[name]) / lr
@@ -238,8 +238,8 @@ def test_deepseeks_selection_bias_selects_does_not_learn_and_keeps_its_dtype(tmp
     other = policy(tmp_path)
     _, without = recorded_routes(other, ROW, POSITIONS.clone())
     assert (with_bias[:, 0].sort(-1).values != without[:, 0].sort(-1).values).any()
-    assert other.hf_weights(torch.bfloat16)[name].dtype == torch.float32
-    assert same(other.hf_weights(), stored(tmp_path))
+    assert dict(other.weights.stream(torch.bfloat16))[name].dtype == torch.float32
+    assert same(dict(other.weights.stream(None)), stored(tmp_path))
     assert not any("expert_bias" in n for n in made.parameters())
     assert model.model.layers[1].mlp.gate.e_score_correction_bias.abs().max() > 0.1
 
@@ -252,11 +252,11 @@ def test_any_family_can_carry_a_value_head(tmp_path, kind):
     critic.replay.open(POSITIONS, torch.full((len(ROW), critic.replay.layers, critic.replay.top_k), -1))
     assert torch.equal(critic.forward(ROW, POSITIONS, rows), torch.zeros(len(ROW)))
     assert critic.arch.hf["vocab_size"] == 67 and critic.model.lm_head.weight.shape == (1, 24)
-    weights = critic.hf_weights()
+    weights = dict(critic.weights.stream(None))
     assert "lm_head.weight" not in weights and weights["score.weight"].shape == (1, 24)
     save_file(weights | {"score.weight": torch.ones(1, 24)}, tmp_path / "model.safetensors")
     again = titan.Critic(tmp_path, titan.Layout(max_length=512), joined())
-    assert torch.equal(again.hf_weights()["score.weight"], torch.ones(1, 24))
+    assert torch.equal(dict(again.weights.stream(None))["score.weight"], torch.ones(1, 24))
 
 
 def test_a_large_model_is_written_as_files_with_an_index(tmp_path):
@@ -310,7 +310,7 @@ def test_twelve_experts_keep_their_order_when_their_files_are_shuffled(tmp_path,
     model = write_family(tmp_path, "deepseek_v3", fused=fused)
     want = shuffled(tmp_path)
     made = policy(tmp_path)
-    assert same(made.hf_weights(), want)
+    assert same(dict(made.weights.stream(None)), want)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
 
@@ -345,7 +345,7 @@ def test_c03_experts_of_sizes_that_differ_keep_layout_and_order(tmp_path, caplog
     with caplog.at_level(logging.INFO):
         made = policy(tmp_path)
     assert all(name in caplog.text for name in extra)
-    assert same(made.hf_weights(), want)
+    assert same(dict(made.weights.stream(None)), want)
     with torch.no_grad():
         assert difference(made, model) <= 1e-5
 

@@ -70,7 +70,7 @@ def adam(made):
 
 
 def weights(made):
-    return {n: t.clone() for n, t in made.hf_weights(torch.float32).items()}
+    return {n: t.clone() for n, t in made.weights.stream(torch.float32)}
 
 
 def test_a_step_on_policy_agrees_with_the_sampler_and_replays_every_row(tiny, tmp_path):

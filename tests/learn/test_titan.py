@@ -75,6 +75,6 @@ def test_recomputed_layers_replay_the_rows_of_their_own_micro_batch(folder, chec
 
 
 def test_weights_can_be_exported_as_bfloat16(tiny, tmp_path):
-    tiny.export(tmp_path / "w", torch.bfloat16)
-    assert {t.dtype for t in load_file(tmp_path / "w").values()} == {torch.bfloat16}
+    tiny.export_folder(tmp_path, torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     assert not list(tmp_path.glob("*.part"))

@@ -71,7 +71,7 @@ def test_weights_have_the_types_of_the_model_they_began_as(model: Path, trained,
     assert done.returncode == 0, done.stderr
     before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert {n: w.dtype for n, w in after.items()} == {n: w.dtype for n, w in before.items()}
-    exact = made.hf_weights(torch.float32)
+    exact = dict(made.weights.stream(torch.float32))
     assert all(torch.equal(exact[n].to(w.dtype), w) for n, w in after.items())
 
 

@@ -68,10 +68,44 @@ def test_a_step_out_of_order_or_another_format_is_refused(tmp_path: Path):
         read(path)
 
 
+@pytest.mark.parametrize(
+    "gone",
+    ['"kind": "begin", "group": 1', '"kind": "end", "group": 0'],
+    ids=["begin of a group that ended", "used end"],
+)
+def test_a_journal_that_lost_a_line_which_others_need_is_refused(tmp_path: Path, gone: str):
+    path = some(tmp_path).path
+    kept = [line for line in path.read_text().splitlines(keepends=True) if gone not in line]
+    path.write_text("".join(kept))
+    with pytest.raises(UsageError, match="wanted one"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ('"first": 0', '"first": "0"'),
+        ('"identity": {"recipe": "a"}', '"identity": "recipe"'),
+        ('"group": 3', '"group": "3"'),
+        ('"visit": 0', '"visit": null'),
+        ('"solved": 1', '"solved": 9'),
+        ('"hits": 1', '"hits": true'),
+        ('"groups": [0]', '"groups": 0'),
+    ],
+)
+def test_a_value_that_nobody_writes_is_refused_when_it_is_read(tmp_path: Path, right: str, wrong: str):
+    path = some(tmp_path).path
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, wrong))
+    with pytest.raises(UsageError, match="no journal of this program"):
+        read(path)
+
+
 def test_steps_are_counted_on_from_the_first(tmp_path: Path):
     journal = Journal(tmp_path)
     journal.run({"recipe": "a"}, first=7)
-    journal.step(7, [0])
+    journal.step(7, [])
     assert read(journal.path).done == 8
 
 

@@ -1,5 +1,7 @@
 """Files of JSON lines, cut off wherever a crash likes."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,26 @@ def test_what_is_not_json_lines_of_records_is_refused(tmp_path: Path):
         list(rows(file))
     with pytest.raises(ValueError):
         append(file, {"value": float("nan")})
+
+
+FULL = """
+import resource, signal, sys
+import subprocess
+import sys
+from pathlib import Path
+from lego.lines import append
+file = Path(sys.argv[1])
+append(file, {"n": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, resource.RLIM_INFINITY))
+append(file, {"n": 2})
+"""
+
+
+def test_a_line_that_only_a_part_of_found_room_is_an_error(tmp_path: Path):
+    file = tmp_path / "kept.jsonl"
+    found = subprocess.run([sys.executable, "-c", FULL, str(file)], capture_output=True, text=True, timeout=30)
+    assert found.returncode and "File too large" in found.stderr
+    assert list(rows(file)) == [{"n": 1}]
+    append(file, {"n": 3})
+    assert list(rows(file)) == [{"n": 1}, {"n": 3}]

@@ -13,7 +13,7 @@ from lego.errors import UsageError
 from lego.journal import Ended, Journal
 from lego.observe.interval import Rate
 from lego.observe.store import open_run
-from lego.resume import claimed, identity, open_journal, unfinished
+from lego.resume import claimed, home, identity, open_journal, unfinished
 from lego.rollout.stored import Stored
 from tests.factories import trajectory
 
@@ -88,6 +88,40 @@ def test_the_newest_unfinished_run_of_the_same_recipe_is_gone_on_with(tmp_path: 
     assert unfinished(tmp_path, "other", {"a": 1}) is None
 
 
+def test_a_run_is_not_gone_on_with_to_fewer_steps_than_it_has_or_if_a_fresh_one_is_wanted(tmp_path: Path):
+    (tmp_path / "demo-1").mkdir()
+    journal = open_journal(tmp_path / "demo-1", identity(DEMO), 0)
+    for step in range(3):
+        journal.step(step, [])
+    there = tmp_path / "demo-1"
+    for steps in (3, 4):
+        assert home(replace(DEMO, steps=steps), tmp_path, "demo", "2") == there
+    with pytest.raises(UsageError, match=r"^steps: 2, wanted 3 or more"):
+        home(replace(DEMO, steps=2), tmp_path, "demo", "2")
+    with pytest.raises(UsageError, match=r"^steps: 2, wanted 3 or more"):
+        home(replace(DEMO, steps=2, run_dir=there), tmp_path / "none", "demo", "2")
+    assert home(replace(DEMO, steps=2, fresh=True), tmp_path, "demo", "2") == tmp_path / "demo-2"
+    assert home(replace(DEMO, run_dir=tmp_path / "new", fresh=True), tmp_path, "demo", "2") == tmp_path / "new"
+    with pytest.raises(UsageError, match=r"^run_dir: .*demo-1 holds a run"):
+        home(replace(DEMO, run_dir=there, fresh=True), tmp_path, "demo", "2")
+
+
+def test_a_damaged_run_is_passed_over_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name, text in (("demo-2", "[1]\n"), ("demo-3", '{"kind": "step", "step": 4, "groups": []}\n')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.jsonl").write_text(text)
+    assert unfinished(tmp_path, "demo", {"a": 1}) is None
+    assert "demo-2" in caplog.text and "demo-3" in caplog.text
+    (tmp_path / "demo-1").mkdir()
+    open_journal(tmp_path / "demo-1", {"a": 1}, 0)
+    assert unfinished(tmp_path, "demo", {"a": 1}) == tmp_path / "demo-1"
+
+
+def test_an_error_while_a_folder_is_claimed_is_not_taken_for_another_process(tmp_path: Path):
+    with pytest.raises(BlockingIOError), claimed(tmp_path):
+        raise BlockingIOError("fork: no more processes")
+
+
 def test_what_did_not_come_to_its_end_is_taken_out_of_the_files(tmp_path: Path):
     journal = open_journal(tmp_path, {"a": 1}, 0)
     stored = Stored(folder=tmp_path / "groups")
@@ -112,6 +146,19 @@ def test_what_did_not_come_to_its_end_is_taken_out_of_the_files(tmp_path: Path):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0]
     assert (tmp_path / "events.jsonl").read_text().count("measured") == 1
     assert sorted(path.name for path in stored.folder.iterdir()) == ["000000.safetensors", "000001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("trials", '{"a": 1}'), ("metrics", '{"step": "a"}'), ("events", '{"kind": "measured"}'), ("metrics", "[]")],
+)
+def test_lines_that_nobody_writes_are_refused_and_stay(tmp_path: Path, name: str, line: str):
+    open_journal(tmp_path, {"a": 1}, 0)
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=rf"{name}\.jsonl"):
+        open_journal(tmp_path, {"a": 1}, 0)
+    assert file.read_text() == line + "\n"
 
 
 def test_curves_of_steps_that_are_done_again_are_read_once(tmp_path: Path):

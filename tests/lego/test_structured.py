@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from lego.structured import together
+from lego.structured import together, unhurried
 
 
 def manager(name, log, *, fails=False, delay=0.0):
@@ -48,3 +48,39 @@ async def test_an_error_inside_leaves_all():
             raise KeyError("inside")
     assert caught.group_contains(KeyError)
     assert sorted(log[2:]) == ["out a", "out b"]
+
+
+async def test_work_goes_on_for_its_grace_when_its_caller_is_cancelled(caplog: pytest.LogCaptureFixture):
+    done = []
+
+    async def work(seconds: float, *, fails: bool = False) -> None:
+        await asyncio.sleep(seconds)
+        if fails:
+            raise OSError("broken")
+        done.append(seconds)
+
+    for seconds, fails in ((0.1, False), (60.0, False), (0.1, True)):
+        caller = asyncio.create_task(unhurried(work(seconds, fails=fails), 0.3))
+        await asyncio.sleep(0.02)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    assert done == [0.1] and "broken" in caplog.text
+
+
+async def test_a_second_cancel_ends_the_work_at_once():
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            ended.set()
+
+    caller = asyncio.create_task(unhurried(work(), 30.0))
+    for _ in range(2):
+        await asyncio.sleep(0.02)
+        caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()

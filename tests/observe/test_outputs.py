@@ -16,7 +16,8 @@ RULES = Rules(advantages=lambda groups: groups)
 
 def metrics(*trajectories):
     rate = Rate(*solved_and_asked(trajectories))
-    return _metrics(trajectories, rate, credit(trajectories, RULES), None, {})
+    scored = [t for t in trajectories if t.reward is not None]
+    return _metrics(trajectories, rate, credit([scored], RULES), None, {})
 
 
 def of(harness: str, reward: float | None, turns: int, **more):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lego.records import Outcome
 from lego.rollout.collect import Collector, Group, StepGroups, collect, solved_and_asked
 from lego.rollout.cuts import FOREVER, Cut, Patience
-from lego.rollout.plan import Attempt, GroupSpec, Plan, attempts
+from lego.rollout.plan import Attempt, GroupSpec, attempts, walk
 from lego.rollout.window import Window
 from tests.factories import trajectory
 from tools.bench.simulator.clock import run_virtual
@@ -358,6 +358,13 @@ def test_groups_of_an_earlier_life_are_taken_first_and_keep_their_version():
     assert play.starts() == [(0.0, "group 4 by 0"), (0.0, "group 5 by 0")]
 
 
+SIX = tuple(SimpleNamespace(id=f"t{n}") for n in range(6))
+
+
+def group(number: int) -> GroupSpec:
+    return GroupSpec(number=number, task=walk(number, SIX, 1), visit=number // len(SIX), size=2)
+
+
 @dataclass
 class Journal:
     """What of a run outlives it, as its lives tell it."""
@@ -366,14 +373,14 @@ class Journal:
     ended: dict[int, Group] = field(default_factory=dict)
     steps: list[tuple[int, ...]] = field(default_factory=list)
 
-    async def live(self, play: Play, plan: Plan) -> None:
+    async def live(self, play: Play) -> None:
         """One life of the run, from where the last one ended."""
         used = {number for step in self.steps for number in step}
         ready = [group for number, group in self.ended.items() if number not in used]
         left = [number for number in self.begun if number not in self.ended]
         numbers = iter([*left, *range(len(self.begun), 10_000)])
         collector = Collector(
-            SimpleNamespace(next_group=lambda: plan.group(next(numbers))),
+            SimpleNamespace(next_group=lambda: group(next(numbers))),
             play.window,
             play.trial,
             play.judge,
@@ -398,7 +405,6 @@ class Journal:
 @pytest.mark.parametrize("life_s", [0.5, 2.2, 5.0, 7.7])
 def test_a_run_that_dies_again_and_again_trains_on_what_one_that_lives_trains_on(staleness: int, life_s: float):
     """6 tasks, 3 a step: over the ends of passes, with a slow group, killed in trials and in training."""
-    plan = Plan(tasks=tuple(SimpleNamespace(id=f"t{n}") for n in range(6)), group_size=2, seed=1)
 
     async def lives(life_s: float) -> Journal:
         journal = Journal()
@@ -408,9 +414,7 @@ def test_a_run_that_dies_again_and_again_trains_on_what_one_that_lives_trains_on
             try:
                 async with asyncio.timeout(life_s):
                     lengths = {(4, 1): 6.0, (7, 0): 9.0}
-                    await journal.live(
-                        Play(window(3, staleness=staleness), lengths=lengths, steps=5, train_s=2.0), plan
-                    )
+                    await journal.live(Play(window(3, staleness=staleness), lengths=lengths, steps=5, train_s=2.0))
             except TimeoutError:
                 continue
         return journal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lego.learn.advantages import advantages
 from lego.learn.algorithms import GSPO
 from lego.learn.losses import Tokens, Totals, shares
-from lego.records import CallKind, Outcome, Segment
+from lego.records import CallKind, Segment
 from lego.rollout.credit import Rules, credit, length, trainable, weights
 from tests.factories import segment, trajectory
 
@@ -86,34 +86,29 @@ def test_a_share_that_leaves_main_nothing_is_refused(share: float):
 def test_the_baseline_is_over_trials_and_not_over_segments(spread, scale, wanted):
     three = [trajectory("a", 1.0, segments=3), trajectory("a", 0.0, segments=1)]
     rules = replace(RULES, advantages=partial(advantages, scale=scale), spread=spread)
-    assert [s.advantage for s in credit(three, rules).samples] == pytest.approx([wanted] * 3 + [-wanted])
+    assert [s.advantage for s in credit([three], rules).samples] == pytest.approx([wanted] * 3 + [-wanted])
 
 
 GROUPS = {
-    # rewards of a group; its advantages with the group's spread, None for one that is not trained
+    # rewards of a group; its advantages with the group's spread
     "mixed": ([1.0, 0.0, 0.0, 0.0], [1.5, -0.5, -0.5, -0.5]),
-    "an unscored trial leaves mean and spread": ([1.0, 0.0, None], [0.5**0.5, -(0.5**0.5)]),
-    "all solved": ([1.0, 1.0, 1.0, 1.0], None),
-    "equal but for rounding": ([0.1 + 0.2] + [0.3] * 7, None),
-    "alone": ([1.0], None),
-    "alone with unscored ones": ([1.0, None, None], None),
-    "all unscored": ([None, None], None),
+    "two": ([1.0, 0.0], [0.5**0.5, -(0.5**0.5)]),
+    "all solved, kept by the algorithm": ([1.0, 1.0], [0.0, 0.0]),
+    "nothing kept": ([], []),
 }
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_worked_examples_of_advantages(name: str):
     rewards, wanted = GROUPS[name]
-    ends = [trajectory("a", r, outcome=Outcome.OOM if r is None else None) for r in rewards]
-    got = credit(ends, replace(RULES, advantages=partial(advantages, scale="group")))
-    assert [s.advantage for s in got.samples] == pytest.approx(wanted or [])
-    assert got.flat + got.small == (wanted is None)
+    got = credit([[trajectory("a", r) for r in rewards]], replace(RULES, advantages=partial(advantages, scale="group")))
+    assert [s.advantage for s in got.samples] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("spread", "wanted"), [(BY_TOKENS, [1 / 16] * 8), (EVENLY, [1 / 24] * 6 + [1 / 8] * 2)])
 def test_by_tokens_each_token_of_a_trial_counts_alike_in_a_mean_over_trials(spread, wanted):
     two, one = trajectory("a", 1.0, own=laid("m6 m2")), trajectory("a", 0.0, own=laid("m8"))
-    samples = credit([two, one], replace(RULES, spread=spread)).samples
+    samples = credit([[two, one]], replace(RULES, spread=spread)).samples
     segment_T = torch.tensor([i for i, s in enumerate(samples) for _ in range(8)])
     mask_T = torch.tensor(np.concatenate([s.segment.mask_T for s in samples]))
     zeros_T, weight_S = torch.zeros(len(mask_T)), torch.tensor([s.weight for s in samples])
@@ -135,7 +130,7 @@ def test_segments_of_weight_0_give_no_sample_and_count_nowhere():
         trajectory("a", 0.0, own=laid("s3")),
         trajectory("a", 0.0, own=laid("m4")),
     ]
-    got = credit(ends, replace(RULES, subagent_share=0))
+    got = credit([ends], replace(RULES, subagent_share=0))
     assert [(trainable(s.segment), s.weight, s.advantage) for s in got.samples] == [
         (2, 1.0, pytest.approx(2 / 3)),
         (4, 1.0, pytest.approx(-1 / 3)),
@@ -145,63 +140,30 @@ def test_segments_of_weight_0_give_no_sample_and_count_nowhere():
 
 
 def test_two_groups_of_one_task_are_compared_each_within_itself():
-    first = [replace(trajectory("a", r), group=0) for r in (1.0, 1.0, 0.0)]
-    second = [replace(trajectory("a", r), group=1) for r in (0.0, 0.0, 1.0)]
-    got = credit(first + second, RULES)
-    assert got.groups == 2
+    first, second = ([trajectory("a", r) for r in rewards] for rewards in ((1.0, 1.0, 0.0), (0.0, 0.0, 1.0)))
+    got = credit([first, [], second], RULES)
     assert [s.advantage for s in got.samples] == pytest.approx([1 / 3, 1 / 3, -2 / 3, -1 / 3, -1 / 3, 2 / 3])
 
 
 def test_a_trial_with_three_segments_weighs_as_much_as_one_with_one():
-    got = credit([trajectory("a", 1.0, segments=3), trajectory("a", 0.0, segments=1)], RULES)
+    got = credit([[trajectory("a", 1.0, segments=3), trajectory("a", 0.0, segments=1)]], RULES)
     assert [(s.advantage, pytest.approx(s.weight)) for s in got.samples] == [(0.5, 1 / 3)] * 3 + [(-0.5, 1.0)]
-
-
-def test_trials_without_a_reward_leave_the_baseline():
-    got = credit(
-        [trajectory("a", 1.0), trajectory("a", 0.0), trajectory("a", None, outcome=Outcome.ENGINE_ERROR)],
-        RULES,
-    )
-    assert [s.advantage for s in got.samples] == [0.5, -0.5]
-
-
-def test_flat_and_small_groups_are_counted_and_not_trained():
-    solved = [trajectory("flat", 1.0), trajectory("flat", 1.0)]
-    lone = [trajectory("small", 1.0), trajectory("small", None, outcome=Outcome.TIMEOUT)]
-    got = credit(solved + lone, RULES)
-    assert (got.samples, got.groups, got.flat, got.small) == ((), 2, 1, 1)
 
 
 def test_a_segment_without_a_trainable_token_takes_no_weight():
     masked = segment(mask=np.zeros(4, bool))
-    got = credit([trajectory("a", 1.0, own=(segment(), masked)), trajectory("a", 0.0)], RULES)
+    got = credit([[trajectory("a", 1.0, own=(segment(), masked)), trajectory("a", 0.0)]], RULES)
     assert [s.weight for s in got.samples] == [1.0, 1.0]
-
-
-def test_flat_groups_stay_where_the_algorithm_wants_them_with_no_advantage():
-    got = credit(
-        [trajectory("flat", 1.0), trajectory("flat", 1.0)], Rules(advantages=advantages, drop_flat_groups=False)
-    )
-    assert [s.advantage for s in got.samples] == [0.0, 0.0] and got.flat == 1
 
 
 def test_a_lone_trial_is_a_group_for_algorithms_with_a_critic():
     rules = Rules(advantages=partial(advantages, baseline="none"), least_group=1, drop_flat_groups=False)
-    got = credit([trajectory("a", 1.0), trajectory("b", 0.0)], rules)
+    got = credit([[trajectory("a", 1.0)], [trajectory("b", 0.0)]], rules)
     assert [(s.advantage, s.reward) for s in got.samples] == [(1.0, 1.0), (0.0, 0.0)]
-    assert got.samples[0].trial == "a/0" and got.small == 0
+    assert got.samples[0].trial == "a/0"
 
 
-def test_a_lone_trial_is_not_flat():
-    rules = Rules(advantages=partial(advantages, baseline="none"), least_group=1)
-    got = credit([trajectory("a", 1.0)], rules)
-    assert (len(got.samples), got.flat) == (1, 0)
-
-
-def test_rewards_are_shaped_by_the_tokens_that_the_trial_sampled_but_flat_is_what_the_verdicts_say():
+def test_rewards_are_shaped_by_the_tokens_that_the_trial_sampled():
     long, short = trajectory("a", 1.0, segments=3), trajectory("a", 1.0)
-    rules = Rules(advantages=advantages, shaped=lambda reward, length: reward - length, drop_flat_groups=False)
-    sampled = [sum(int(s.mask_T.sum()) for s in t.segments) for t in (long, short)]
-    got = credit([long, short], rules)
-    assert sorted({s.reward for s in got.samples}) == [1.0 - sampled[0], 1.0 - sampled[1]]
-    assert credit([long, short], Rules(advantages=advantages, shaped=rules.shaped)).samples == ()
+    got = credit([[long, short]], replace(RULES, shaped=lambda reward, length: reward - length))
+    assert sorted({s.reward for s in got.samples}) == [1.0 - length(long), 1.0 - length(short)]

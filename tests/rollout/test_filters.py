@@ -20,7 +20,6 @@ from lego.rollout.filters import (
     refuse_faulty,
     refuse_unscored,
     refuse_useless,
-    stale,
 )
 from tests.factories import segment, trajectory
 
@@ -92,7 +91,7 @@ def test_a_truncated_trial_has_no_token_in_loss_counts_or_lengths():
     lengths: list[int] = []
     rules = replace(RULES, shaped=lambda reward, tokens: (lengths.append(tokens), reward)[1])
     got = judged(trials, Filters(truncated="drop"), cut=[1])
-    credited = credit(got.kept, rules)
+    credited = credit([got.kept], rules)
     own = length(trials[0]) + length(trials[2])
     assert credited.tokens == sum(int(s.segment.mask_T.sum()) for s in credited.samples) == sum(lengths) == own
     assert credited.unused_tokens == 0
@@ -105,6 +104,7 @@ def test_a_truncated_trial_has_no_token_in_loss_counts_or_lengths():
         ((0.0, 0.0, 0.0), Drop.ALL_ZERO),
         ((1.0, 1.0), Drop.ALL_ONE),
         ((0.1, 0.1, 0.1), Drop.FLAT),
+        ((0.1 + 0.2, 0.3, 0.3), Drop.FLAT),
         ((1.0, None, 1.0), Drop.ALL_ONE),
         ((1.0, None), Drop.SHORT),
         ((None, None), Drop.SHORT),
@@ -134,17 +134,19 @@ def test_the_recipe_may_want_more_survivors_than_the_algorithm_but_not_fewer():
     assert judged(rewarded(1.0, None, None), Filters(least=1)).drop is Drop.SHORT
 
 
-def test_what_is_kept_is_what_credit_takes():
-    for rewards in [(1.0, 0.0, None), (0.0, 0.0), (1.0, None)]:
-        trials = rewarded(*rewards)
-        assert credit(judged(trials).kept, RULES).samples == credit(trials, RULES).samples
+def test_flat_is_what_the_verdicts_say_whatever_counts_in_the_end():
+    shaped = replace(RULES, shaped=lambda reward, tokens: reward - tokens)
+    assert judged([trajectory("t", 1.0, segments=3), trajectory("t", 1.0)], rules=shaped).drop is Drop.ALL_ONE
 
 
 def test_a_trial_is_as_old_as_its_oldest_token():
-    assert not stale(sampled_by(3, 3, 4), step=4, staleness=1)
-    assert stale(sampled_by(3, 3, 4), step=5, staleness=1)
-    assert stale(sampled_by(4, 2, 4), step=4, staleness=1), "a replica that lagged behind"
-    assert stale(replace(trajectory("t", 0.0, own=()), version=0), step=1, staleness=0), "a trial without tokens"
+    def stale(trial: Trajectory, oldest: int) -> bool:
+        return judged([trial], oldest=oldest).left_out == {LeftOut.STALE: 1}
+
+    assert not stale(sampled_by(3, 3, 4), oldest=3)
+    assert stale(sampled_by(3, 3, 4), oldest=4)
+    assert stale(sampled_by(4, 2, 4), oldest=3), "a replica that lagged behind"
+    assert stale(replace(trajectory("t", 0.0, own=()), version=0), oldest=1), "a trial without tokens"
 
 
 def test_counts_name_every_reason_and_tell_trials_from_groups():

@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
+from lego.rollout.curriculum import Course, TaskRates, Walk
 from lego.rollout.cuts import Patience
-from lego.rollout.plan import Plan
 from lego.rollout.window import Slots, Window
 from tools.bench.simulator.clock import Stuck, run_virtual
 from tools.bench.simulator.engine import Capacity, SharedEngine, Span
@@ -184,14 +184,10 @@ def test_a_run_gives_the_same_numbers_each_time() -> None:
 def test_lockstep_takes_the_slowest_trial_of_each_step_and_then_trains() -> None:
     free = replace(SMALL, turns=0.0, tools_s=0.0, capacity=Capacity(per_answer_s=0.0), partial=False)
     result, shape = simulate(free), free.shape
-    plan = Plan(tasks=tuple(tasks(free.tasks)), group_size=free.group_size, seed=0)
+    course = Course(Walk(), tasks(free.tasks), group_size=free.group_size, seed=0, rates=TaskRates())
     slowest = [
-        max(
-            shape.work(a.task.id, a.number)
-            for group in range(8 * step, 8 * step + 8)
-            for a in plan.group(group).attempts
-        )
-        for step in range(free.steps)
+        max(shape.work(a.task.id, a.number) for _ in range(8) for a in course.next_group().attempts)
+        for _ in range(free.steps)
     ]
     sampling = sum(slowest) * free.tokens * free.capacity.step_s
     assert result.seconds == pytest.approx(sampling + free.steps * (free.train_s + free.push_s))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lego.errors import UsageError
 from lego.records import CallKind, Fidelity, Outcome, Segment, Trajectory
@@ -54,6 +55,26 @@ def test_a_group_that_is_gone_or_damaged_is_named(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match="cannot be read"):
         stored.read(3)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("kinds", "kimds"), ("subagent", "subagemt"), ("timeout", "tineout"), ("fidelity", "fidelitx"), ("task", "tesk")],
+)
+def test_a_group_whose_text_is_damaged_is_named(tmp_path: Path, right: str, wrong: str):
+    stored = Stored(folder=tmp_path)
+    stored.write(3, group())
+    path = tmp_path / "000003.safetensors"
+    assert right.encode() in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(right.encode(), wrong.encode()))
+    with pytest.raises(UsageError, match=r"000003\.safetensors: the group cannot be read"):
+        stored.read(3)
+
+
+def test_a_file_of_another_program_is_named(tmp_path: Path):
+    (tmp_path / "000003.safetensors").write_bytes(save({"0.0.mask_T": np.ones(2)}))
+    with pytest.raises(UsageError, match="cannot be read"):
+        Stored(folder=tmp_path).read(3)
 
 
 def test_only_the_groups_still_wanted_stay(tmp_path: Path):
