@@ -81,7 +81,7 @@ async def run(recipe: Recipe, folder: Path, title: str) -> None:
             store.event("template", difference=template)
         memory = PeakMemory()
         out = Outputs(store=store, view=view, account=Account(memory))
-        out.account.restore(folder, journal.past.measured)
+        out.restore(folder, journal.past.measured, journal.past.done)
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(memory.watch())

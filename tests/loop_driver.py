@@ -183,7 +183,7 @@ async def live(own: Recipe, folder: Path, journal: Journal, pool: Pool, trials: 
     """One life of a run, to its end."""
     with open_run(folder, journal.past.done) as store:
         out = Outputs(store=store, view=View("test", Console(file=StringIO())), account=Account(PeakMemory()))
-        out.account.restore(folder, journal.past.measured)
+        out.restore(folder, journal.past.measured, journal.past.done)
         start = latest(folder / "checkpoints")
         version = trainer.load(start) if start else 0
 

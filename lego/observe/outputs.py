@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lego.learn.report import StepReport
+from lego.lines import rows
 from lego.observe.account import Account, outcome_counts
 from lego.observe.interval import Rate
 from lego.observe.store import RunStore
@@ -21,6 +23,14 @@ class Outputs:
     view: View
     account: Account
 
+    def restore(self, folder: Path, measured: Mapping[tuple[str, str], Rate], first: int) -> None:
+        """Takes over what an earlier life of the run wrote; its curves begin anew at step `first`."""
+        self.account.restore(folder, measured)
+        for event in rows(folder / "events.jsonl"):
+            if event["kind"] == "measured" and event["version"] >= first:
+                rate = measured[event["moment"], event["split"]]
+                self._curve(event["split"], rate, coverage=event["coverage"], version=event["version"])
+
     def trial(self, trajectory: Trajectory, measurement: str = "") -> None:
         """A trial has ended, of training or of a measurement such as end/heldout."""
         self.view.advance(trajectory.outcome.value)
@@ -33,9 +43,12 @@ class Outputs:
         told = {"rate": rate.triple(), "seconds": seconds, "version": version, "coverage": coverage}
         self.account.measured(moment, split, rate, seconds)
         self.store.event("measured", moment=moment, split=split, **told)
+        self._curve(split, rate, coverage=coverage, version=version)
+        self.store.sync()
+
+    def _curve(self, split: str, rate: Rate, *, coverage: float, version: int) -> None:
         solved = {f"validation/{split}_solve_rate": rate.value} if rate.asked else {}
         self.store.curve(version, solved | {f"validation/{split}_coverage": coverage})
-        self.store.sync()
 
     def step(
         self,

@@ -1,11 +1,18 @@
 """Numbers of a step, for the curves."""
 
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from lego.observe.account import Account
 from lego.observe.interval import Rate
-from lego.observe.outputs import _metrics
+from lego.observe.memory import PeakMemory
+from lego.observe.outputs import Outputs, _metrics
+from lego.observe.store import open_run
+from lego.observe.terminal import View
 from lego.records import Fidelity, Outcome
 from lego.rollout.collect import solved_and_asked
 from lego.rollout.credit import Rules, credit
@@ -58,3 +65,23 @@ def test_a_harness_of_which_no_trial_came_to_a_result_has_no_rate():
 def test_nothing_sampled_is_a_share_of_nothing():
     idle = replace(of("pi", 0.0, 0), segments=(), fidelity=Fidelity())
     assert metrics(idle)["harness/pi/trainable_share"] == 0.0
+
+
+def test_a_run_that_goes_on_has_each_point_of_its_curves_once(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rate, told = Rate(1, 2), dict[tuple[str, str], Rate]()
+    lives = ((0, [0], "start", "train", 0), (0, [0, 1], "step-2", "heldout", 2), (2, [2], "end", "train", 3))
+    for done, steps, moment, split, version in lives:
+        with open_run(tmp_path, done) as store:
+            view = View("test", Console(file=StringIO()))
+            out = Outputs(store=store, view=view, account=Account(PeakMemory()))
+            out.restore(tmp_path, told, done)
+            for step in steps:
+                store.curve(step, {"rollout/solve_rate": 0.5})
+            out.measured(moment, split, rate, 0.0, version=version)
+        told[moment, split] = rate
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    names = ("rollout/solve_rate", "validation/heldout_solve_rate", "validation/train_solve_rate")
+    assert [[event.step for event in read.Scalars(name)] for name in names] == [[0, 1, 2], [2], [0, 3]]
