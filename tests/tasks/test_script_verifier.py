@@ -81,7 +81,7 @@ async def test_a_part_of_the_reward_is_a_failure_with_a_number_that_credit_uses(
     assert (verdict.outcome, verdict.reward) == (Outcome.FAILED, 0.5)
     trials = [trajectory("t", reward, outcome=Outcome.FAILED) for reward in (0.0, verdict.reward)]
     rules = Rules(advantages=lambda groups: advantages(groups, baseline="group", scale="none", negative=1.0))
-    assert [sample.advantage for sample in credit(trials, rules).samples] == [-0.25, 0.25]
+    assert [sample.advantage for sample in credit([trials], rules).samples] == [-0.25, 0.25]
 
 
 async def test_v05_no_reward_is_an_error_and_never_a_zero(task: Task, sandbox: Sandbox):
