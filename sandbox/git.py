@@ -20,6 +20,8 @@ QUIET = {
 }
 AS_THEY_ARE = "* -text -ident -filter !working-tree-encoding\n"
 """For `info/attributes`, which outweighs `.gitattributes`: a file's bytes are its blob's, nothing converts them."""
+UNINTERRUPTED = 'trap "" INT; exec "$@"'
+"""Runs a program that a Ctrl-C on the terminal does not end: our own program decides what ends."""
 REASON_CHARACTERS = 2000
 PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-")
 
@@ -30,11 +32,9 @@ def git(folder: Path, *args: str, stdin: bytes = b"", env: Mapping[str, str] | N
     if program is None:
         raise SandboxError("git is not installed: it is needed to write patches and clean repositories")
     words = {"HOME": str(folder), **QUIET, **(env or {})}
+    argv = ["sh", "-c", UNINTERRUPTED, "sh", program, *args]
     # Modes are the same on every host: the user's umask stays out.
-    # In a session of its own: a Ctrl-C on the terminal is for this program alone, which decides what ends.
-    done = subprocess.run(
-        [program, *args], input=stdin, env=words, capture_output=True, cwd=folder, umask=0o022, start_new_session=True
-    )
+    done = subprocess.run(argv, input=stdin, env=words, capture_output=True, cwd=folder, umask=0o022)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()[-REASON_CHARACTERS:]
         raise SandboxError(f"git {next(word for word in args if word[0] != '-')} failed: {reason or done.returncode}")

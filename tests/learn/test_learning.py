@@ -17,6 +17,7 @@ from lego.learn.optimizer import AdamW
 from lego.learn.step import Actors, Plan, train_step
 from lego.records import Outcome, Segment
 from lego.rollout.credit import Rules, credit
+from lego.rollout.filters import Filters, judge
 from tests.factories import trajectory
 from tests.learn.policies import critic, policy
 from tests.tiny import write_model
@@ -94,6 +95,14 @@ def rules(algorithm):
     )
 
 
+def kept(made, wanted):
+    """What is trained on of each task's trials, as lego/loop.py judges it."""
+    groups = {}
+    for trial in made:
+        groups.setdefault(trial.task, []).append(trial)
+    return [judge(group, Filters(), wanted).kept for group in groups.values()]
+
+
 def batch(samples):
     packed = packing.pack(samples, ranks=1, token_budget=128)
     return packing.RankBatch(parts=packed.ranks[0], trained=packed.trained, weight=packed.weight)
@@ -113,7 +122,7 @@ def learned(folder, algorithm: Algorithm, *, seed: int, sign: float = 1.0) -> fl
     generator = torch.Generator().manual_seed(seed)
     for _ in range(STEPS.get(name_of(algorithm), 30)):
         ids, logprobs = sampled(made, generator)
-        credited = credit(trials(ids, logprobs, sign * rewards(ids)), rules(algorithm))
+        credited = credit(kept(trials(ids, logprobs, sign * rewards(ids)), rules(algorithm)), rules(algorithm))
         if credited.samples:
             plan = Plan(algorithm=algorithm, grad_clip=1.0, warming=actors.warming(algorithm))
             train_step(actors, batch(credited.samples), plan)
