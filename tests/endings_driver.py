@@ -67,6 +67,7 @@ async def _bug(sign: Path) -> None:
 
 def main() -> None:
     folder, engine_port, proxy_port, sandbox, spec, nap = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # as lego.train does
     asyncio.run(run(Path(folder), (int(engine_port), int(proxy_port)), eval(sandbox), eval(spec), nap))
 
