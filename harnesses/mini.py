@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.facts import Facts
-from harnesses.packages import Part, WheelTree
+from harnesses.packages import Part
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
 
@@ -72,16 +72,8 @@ class Mini:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        tree = WheelTree(
-            name="mini-swe-agent",
-            version=self.version,
-            lock=f"mini-{self.version}.txt",
-            sha256=LOCK_SHA256[self.version],
-            python=python.PYTHON,
-            glibc=(2, 28),
-            machine="x86_64",
-        )
-        return (python.PYTHON, tree)
+        lock, sha256 = f"mini-{self.version}.txt", LOCK_SHA256[self.version]
+        return python.parts("mini-swe-agent", self.version, lock=lock, sha256=sha256, glibc=(2, 28))
 
     def starts(self, folders: Sequence[Path]) -> tuple[str, ...]:
         return python.says_version(folders, "minisweagent.run.mini", "mini-swe-agent")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from harnesses import python
 from harnesses.base import HOME, Command, End, Endpoint
 from harnesses.facts import Facts, Label
-from harnesses.packages import Part, WheelTree
+from harnesses.packages import Part
 from harnesses.reading import exit_error, failed_result
 from sandbox.base import ExecResult, Mount
 
@@ -81,16 +81,8 @@ class OpenHands:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        tree = WheelTree(
-            name="openhands-sdk",
-            version=self.version,
-            lock=f"openhands-{self.version}.txt",
-            sha256=LOCK_SHA256[self.version],
-            python=python.PYTHON,
-            glibc=(2, 34),
-            machine="x86_64",
-        )
-        return (python.PYTHON, tree)
+        lock, sha256 = f"openhands-{self.version}.txt", LOCK_SHA256[self.version]
+        return python.parts("openhands-sdk", self.version, lock=lock, sha256=sha256, glibc=(2, 34))
 
     def starts(self, folders: Sequence[Path]) -> tuple[str, ...]:
         return python.says_version(folders, "openhands.tools.preset.default", "openhands-sdk")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harnesses import clients
 from harnesses.clients import FetchError, Progress
-from harnesses.packages import Fetchable, HostPython, locate
+from harnesses.packages import Fetchable, HostPython, Part, WheelTree, locate
 from sandbox.base import Mount
 
 PYTHON = HostPython(name="python", version="3.12", machine="x86_64")
@@ -78,6 +78,12 @@ class Found:
     program: Path
     stdlib: tuple[Path, ...]
     mapped: tuple[Path, ...]
+
+
+def parts(name: str, version: str, *, lock: str, sha256: str, glibc: tuple[int, int]) -> tuple[Part, ...]:
+    """The interpreter, and a package of the Python index with all that the lock file names for it."""
+    tree = WheelTree(name=name, version=version, lock=lock, sha256=sha256, python=PYTHON, glibc=glibc, machine="x86_64")
+    return (PYTHON, tree)
 
 
 def command(folder: Path) -> tuple[str, ...]:

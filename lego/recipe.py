@@ -353,7 +353,16 @@ def _chat_problems(chat: Chat) -> Iterator[str]:
 
 
 def _ranges(recipe: Recipe) -> Iterator[str]:
-    rollout, credit, sampling = recipe.rollout, recipe.credit, recipe.sampling
+    """What is wrong with single values, and with pairs of one record's."""
+    yield from _too_small(recipe)
+    yield from _rollout_problems(recipe)
+    yield from _gate_problems(recipe.fidelity)
+    yield from _credit_problems(recipe.credit, recipe.algorithm)
+    yield from _validation_problems(recipe.validation)
+
+
+def _too_small(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
     least = {
         "steps": (recipe.steps, 1),
         "rollout.group_size": (rollout.group_size, recipe.algorithm.least_group),
@@ -369,7 +378,7 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         "validation.every": (recipe.validation.every, 0),
         "rollout.oversample": (rollout.oversample, 0),
         "rollout.refill": (rollout.refill, 0),
-        "sampling.max_tokens": (sampling.max_tokens, 1),
+        "sampling.max_tokens": (recipe.sampling.max_tokens, 1),
         "seed": (recipe.seed, 0),
         "rollout.limits.pids": (rollout.limits.pids, 1),
         "rollout.limits.disk_mib": (rollout.limits.disk_mib, 1),
@@ -380,6 +389,10 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         if value < low:
             why = f" for {name_of(recipe.algorithm)}" if name == "rollout.group_size" else ""
             yield f"{name}: {value}, wanted {low} or more{why}"
+
+
+def _rollout_problems(recipe: Recipe) -> Iterator[str]:
+    rollout, sampling = recipe.rollout, recipe.sampling
     for name, value in {
         "sampling.temperature": sampling.temperature,
         "rollout.limits.memory_gib": rollout.limits.memory_gib,
@@ -393,7 +406,16 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
         yield f"sampling.temperature: {sampling.temperature}, wanted {MAX_TEMPERATURE} or less (vLLM)"
     if not 0 <= rollout.max_unscored <= 1:
         yield f"rollout.max_unscored: {rollout.max_unscored}, wanted 0 to 1"
-    gates = recipe.fidelity
+    if rollout.oversample and rollout.staleness:
+        yield f"rollout.oversample: {rollout.oversample}, wanted 0 where rollout.staleness is {rollout.staleness}"
+    most = rollout.filters.useless_steps * rollout.tasks_per_step
+    if most and rollout.refill >= most:
+        yield f"rollout.refill: {rollout.refill}, wanted less than {most}, the groups of rollout.filters.useless_steps"
+    yield from rollout.filters.problems(rollout.group_size, recipe.algorithm.drop_flat_groups)
+    yield from rollout.curriculum.problems()
+
+
+def _gate_problems(gates: Gates) -> Iterator[str]:
     for name, value in {
         "fidelity.min_pearson": gates.min_pearson,
         "fidelity.min_routing_coverage": gates.min_routing_coverage,
@@ -404,23 +426,21 @@ def _ranges(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: {value}, wanted 0 to 1"
     if not 0 <= gates.max_k3 < math.inf:
         yield f"fidelity.max_k3: {gates.max_k3}, wanted 0 or more and finite"
+
+
+def _credit_problems(credit: Credit, algorithm: Algorithm) -> Iterator[str]:
     if not 0 <= credit.negative <= 1:
         yield f"credit.negative: {credit.negative}, wanted 0 to 1"
     if credit.subagent_share is not None and not 0 <= credit.subagent_share < 1:
         yield f"credit.subagent_share: {credit.subagent_share}, wanted 0 or more and less than 1, or None"
-    elif credit.subagent_share and recipe.algorithm.aggregate != "sequence":
+    elif credit.subagent_share and algorithm.aggregate != "sequence":
         yield (
             f"credit.subagent_share: {credit.subagent_share}, wanted 0 or None with algorithm.aggregate "
-            f"{recipe.algorithm.aggregate}, where every token counts alike"
+            f"{algorithm.aggregate}, where every token counts alike"
         )
-    if rollout.oversample and rollout.staleness:
-        yield f"rollout.oversample: {rollout.oversample}, wanted 0 where rollout.staleness is {rollout.staleness}"
-    most = rollout.filters.useless_steps * rollout.tasks_per_step
-    if most and rollout.refill >= most:
-        yield f"rollout.refill: {rollout.refill}, wanted less than {most}, the groups of rollout.filters.useless_steps"
-    yield from rollout.filters.problems(rollout.group_size, recipe.algorithm.drop_flat_groups)
-    yield from rollout.curriculum.problems()
-    validation = recipe.validation
+
+
+def _validation_problems(validation: Validation) -> Iterator[str]:
     if validation.timeout_s is not None and not 0 < validation.timeout_s < math.inf:
         yield f"validation.timeout_s: {validation.timeout_s}, wanted more than 0 and finite, or None"
     if not 0 <= validation.min_coverage <= 1:

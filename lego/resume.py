@@ -18,29 +18,13 @@ from lego.rollout.stored import GROUPS, Stored
 
 log = logging.getLogger(__name__)
 
+_OF_ENGINE = "replicas urls port env transfer pause admission restarts restart_window_s unhealthy_s start_timeout_s"
+_OF_TRAINER = "threads stall_s start_timeout_s activation_checkpointing cpu_offload world_size replicate"
 FREE = (
-    *("steps", "run_dir", "fresh", "cache", "budget", "checkpoints", "fidelity"),
-    *(
-        "engine.replicas",
-        "engine.urls",
-        "engine.port",
-        "engine.env",
-        "engine.transfer",
-        "engine.pause",
-        "engine.admission",
-    ),
-    *(
-        "engine.restarts",
-        "engine.restart_window_s",
-        "engine.unhealthy_s",
-        "engine.start_timeout_s",
-        "engine.stop_grace_s",
-    ),
-    *("engine.kv_cache_mib", "engine.max_num_seqs"),
-    *("rollout.concurrency", "rollout.keep_sessions", "rollout.max_unscored", "validation.timeout_s"),
-    *("trainer.threads", "trainer.stall_s", "trainer.start_timeout_s", "trainer.activation_checkpointing"),
-    *("trainer.world_size", "trainer.replicate", "trainer.expert_parallel", "trainer.tensor_parallel"),
-    "trainer.cpu_offload",
+    *("steps", "run_dir", "fresh", "cache", "budget", "checkpoints", "fidelity", "validation.timeout_s"),
+    *("rollout.concurrency", "rollout.keep_sessions", "rollout.max_unscored"),
+    *(f"engine.{name}" for name in f"{_OF_ENGINE} stop_grace_s kv_cache_mib max_num_seqs".split()),
+    *(f"trainer.{name}" for name in f"{_OF_TRAINER} expert_parallel tensor_parallel".split()),
 )
 """What may change from one life of a run to the next: how it is run, and nothing of what is learned."""
 SESSIONS = "sessions"

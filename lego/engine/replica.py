@@ -36,9 +36,9 @@ class Start:
 class Restarts:
     """How often a server may die before it is given up."""
 
-    most: int = 3
-    window_s: float = 600.0
-    unhealthy_s: float = 60.0
+    most: int
+    window_s: float
+    unhealthy_s: float
     """Time without an answer to /health after which a server counts as dead."""
 
 

@@ -180,7 +180,7 @@ async def pooled(*fakes: Fake, most: int = 3, unhealthy_s: float = 60.0, **optio
         [Start(open=fake.start) for fake in fakes],
         admission=options.get("admission", Admission()),
         most_tokens=options.get("most_tokens", 0),
-        restarts=Restarts(most=most, unhealthy_s=unhealthy_s),
+        restarts=Restarts(most=most, window_s=600.0, unhealthy_s=unhealthy_s),
     )
     async with asyncio.timeout(20), pool.open() as opened:
         yield opened
