@@ -299,7 +299,11 @@ class Loop:
     async def _push(self, version: int) -> None:
         """Also where nothing was trained: tokens carry the number of the step that may train on them."""
         self.out.view.phase("new weights to the engine")
-        await self.parts.engine.update(await self.parts.trainer.export(version), version)
+        engine, trainer = self.parts.engine, self.parts.trainer
+        if self.recipe.engine.direct is None:
+            await engine.update(await trainer.export(version), version)
+        else:
+            await engine.update_from(trainer, version)
 
     def _check_share(self, trials: Sequence[Trajectory]) -> None:
         """Every sampled token accounted for, and enough of them trainable."""

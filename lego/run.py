@@ -208,6 +208,7 @@ class _Run:
             keep=Keep(last=recipe.checkpoints.keep_last, best=recipe.checkpoints.keep_best),
             shared=self.shared,
             transfer=recipe.engine.transfer,
+            direct=recipe.engine.direct,
         )
 
     async def _loaded(self, trainer: Trainer) -> int:

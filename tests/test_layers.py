@@ -58,4 +58,4 @@ def test_an_outside_library_lives_in_few_files(library: str):
 
 def test_only_the_launcher_and_the_plugin_import_vllm():
     users = {str(p.relative_to(ROOT)) for p in MODULES if "vllm" in {n.split(".")[0] for n in imported(p)}}
-    assert users <= {"lego/engine/plugin.py", "lego/engine/weights.py", "lego/engine/vllmcli.py"}
+    assert users <= {f"lego/engine/{name}.py" for name in ("plugin", "weights", "vllmcli", "gloo", "direct")}

@@ -12,6 +12,18 @@ Progress = Callable[[Ids, Floats], None]
 """Hears all output ids and logprobs so far, each time more have come."""
 
 
+class WeightSource(Protocol):
+    """Who has new weights: the trainer."""
+
+    async def send(self, url: str, life: str, version: int) -> None:
+        """Brings them to one server, in one of its lives; EngineError if they did not arrive whole."""
+        ...
+
+    async def export(self, version: int) -> Path:
+        """Writes them to a file."""
+        ...
+
+
 class Engine(Protocol):
     """An inference engine that holds one policy."""
 
@@ -41,6 +53,10 @@ class Pool(Engine, Protocol):
     @property
     def version(self) -> int:
         """The newest weights, 0 before any update."""
+        ...
+
+    async def update_from(self, source: WeightSource, version: int) -> None:
+        """As `update`, but sent straight to each server; the file comes after, for those that are to have it later."""
         ...
 
     def pinned(self) -> AbstractAsyncContextManager[Engine]:

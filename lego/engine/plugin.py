@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-BACKEND = "lego_file"
+BACKEND = "lego"
 """Name of our weight-transfer backend (`--weight-transfer-config`)."""
 
 _MARK = "_lego_original"
@@ -78,7 +78,7 @@ def _register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "lego.engine.weights", "SafetensorsFileEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "lego.engine.weights", "CheckedEngine")
 
 
 def _replace(module: str, owner: str, name: str, make: Callable[[Callable], Callable]) -> None:

@@ -6,15 +6,16 @@ not serve, until it is back with the newest. No replica ever serves weights of w
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lego.engine.admission import Admission, Gate, Want
-from lego.engine.base import Progress
+from lego.engine.base import Progress, WeightSource
 from lego.engine.placing import Places
 from lego.engine.replica import Common, Replica, Restarts, Start, Weights
 from lego.engine.splice import Told
@@ -129,53 +130,62 @@ class EnginePool:
         return await self._generate(ask, None)
 
     async def update(self, weights: Path, version: int) -> None:
-        """See `Engine.update`, on all replicas that are not pinned, side by side.
+        """See `Engine.update`, on all replicas that are not pinned, side by side; returns when one serves them.
 
-        One that fails is taken out and started again with the new weights. If all fail, EngineError: they are started
-        again with the old ones. While every replica is pinned or down, it waits.
+        One that fails is taken out and started again with the new weights. EngineError when none is left. While every
+        replica is pinned or down, it waits.
         """
-        weights = await asyncio.to_thread(check_weights_file, weights, version)
+        file = await asyncio.to_thread(check_weights_file, weights, version)
+        await self._update(partial(self._load, Weights(file=file, version=version)))
+
+    async def update_from(self, source: WeightSource, version: int) -> None:
+        """See `Pool.update_from`: one replica after the other, while the rest samples; failures are as for `update`."""
+        await self._update(partial(self._receive, source, version))
+
+    async def _update(self, change: Callable[[Sequence[Replica]], Awaitable[list[float]]]) -> None:
+        """Changes the weights of those that can be changed as soon as there is one, and waits until one has them."""
         began = asyncio.get_running_loop().time()
         async with self._updates:
             while True:
                 async with self._common.loading:
                     chosen = [r for r in self._replicas if r.serves and not r.pins]
                     if chosen:
-                        pauses = await self._load(chosen, Weights(file=weights, version=version))
+                        pauses = await change(chosen)
                         break
-                self._refuse_if_lost()
-                await self._common.bell.wait()
-        seconds = asyncio.get_running_loop().time() - began
-        self._last_update = LastUpdate(seconds=seconds, bytes=weights.stat().st_size, pause_seconds=max(pauses))
+                await self._next_change()
+            while not any(_may_serve(r, None) for r in self._replicas):
+                await self._next_change()
+        assert self._common.newest is not None
+        seconds, size = asyncio.get_running_loop().time() - began, self._common.newest.file.stat().st_size
+        self._last_update = LastUpdate(seconds=seconds, bytes=size, pause_seconds=max(pauses, default=seconds))
 
-    async def _load(self, chosen: Sequence[Replica], weights: Weights) -> list[float]:
-        """The pauses of those that have the new weights now, at least one."""
+    async def _load(self, weights: Weights, chosen: Sequence[Replica]) -> list[float]:
+        """The pauses of those that took the weights from the file."""
         pauses: list[float] = []
-        failures: list[EngineError] = []
-
-        async def load(replica: Replica) -> None:
-            try:
-                pauses.append(await replica.load(weights))
-            except EngineError as error:
-                log.warning("%s failed to load version %d: %s", replica.name, weights.version, error)
-                failures.append(error)
-
         try:
             async with asyncio.TaskGroup() as group:
                 for replica in chosen:
-                    group.create_task(load(replica))
-        finally:
-            if pauses:  # even if cancelled: who has the new weights keeps them, the others get them
+                    group.create_task(_tried(replica, replica.load(weights), pauses))
+        except asyncio.CancelledError:
+            if pauses:  # who has the new weights keeps them, the others get them
                 self._adopt(weights)
-            self._common.bell.ring()
-        if not pauses:
-            raise failures[0]
+            raise
+        self._adopt(weights)
+        return pauses
+
+    async def _receive(self, source: WeightSource, version: int, chosen: Sequence[Replica]) -> list[float]:
+        """The pauses of those that the weights were sent to; then the file is there for the others."""
+        pauses: list[float] = []
+        for replica in chosen:
+            await _tried(replica, replica.receive(source, version), pauses)
+        self._adopt(Weights(file=await source.export(version), version=version))
         return pauses
 
     def _adopt(self, weights: Weights) -> None:
         self._common.newest = weights
         for replica in self._replicas:
             replica.behind = replica.serves and replica.engine is not None and replica.engine.version != weights.version
+        self._common.bell.ring()
 
     @asynccontextmanager
     async def pinned(self) -> "AsyncIterator[Pinned]":
@@ -231,8 +241,7 @@ class EnginePool:
             if pin is not None:
                 return await pin.held()
             while not (loads := {r.index: r.calls for r in self._replicas if _may_serve(r, None)}):
-                self._refuse_if_lost()
-                await self._common.bell.wait()
+                await self._next_change()
         finally:
             self._homeless -= 1
         if len(loads) > 1:
@@ -270,6 +279,11 @@ class EnginePool:
         if pin is not None or not any(r is not heard.lost and _may_serve(r, None) for r in self._replicas):
             await asyncio.sleep(MOVE_PAUSE_S * 2 ** (len(causes) - 1))
 
+    async def _next_change(self) -> None:
+        """Waits for a replica to come, go or be let go of; EngineError where none can come any more."""
+        self._refuse_if_lost()
+        await self._common.bell.wait()
+
     def _refuse_if_lost(self) -> None:
         causes = [r.lost for r in self._replicas if r.lost is not None]
         if len(causes) == len(self._replicas):
@@ -280,6 +294,14 @@ def _may_serve(replica: Replica, pin: "Pinned | None") -> bool:
     if not replica.serves or replica.engine is None:
         return False
     return not replica.behind if pin is None else pin.replica is replica and replica.engine.version == pin.version
+
+
+async def _tried(replica: Replica, taken: Awaitable[float], pauses: list[float]) -> None:
+    """Adds a replica's pause; one that fails is dead, and comes back with the newest weights."""
+    try:
+        pauses.append(await taken)
+    except EngineError as error:
+        log.warning("%s failed to take new weights: %s", replica.name, error)
 
 
 class Pinned:

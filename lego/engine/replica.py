@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lego.engine.admission import Gate
+from lego.engine.base import WeightSource
 from lego.engine.usage import Growth, Reading
 from lego.engine.vllm_client import VllmEngine
 from lego.errors import EngineError
@@ -128,7 +129,15 @@ class Replica:
     async def load(self, weights: Weights) -> float:
         """Gives it these weights and returns the seconds that it sampled nothing; after an EngineError it is dead."""
         assert self.engine is not None
-        pause_s = await self.engine.load(weights.file, weights.version)
+        return self._changed(await self.engine.load(weights.file, weights.version))
+
+    async def receive(self, source: WeightSource, version: int) -> float:
+        """As `load`, of weights that their source sends."""
+        if self.engine is None:
+            raise EngineError("it ended before its turn came")
+        return self._changed(await self.engine.receive(source, version))
+
+    def _changed(self, pause_s: float) -> float:
         self.cache += 1
         self.behind = False
         return pause_s

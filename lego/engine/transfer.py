@@ -39,6 +39,22 @@ Transfer = SharedMemory | SharedFolder
 
 
 @dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """The trainer's first rank sends to one engine after the other: by NCCL from its GPU, by gloo where it has none."""
+
+    host: str = "127.0.0.1"
+    """Address of the trainer's machine, as the engines reach it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaIpc:
+    """Engines that share the trainer's own GPUs open its memory: each takes from the rank on the same GPU."""
+
+
+Direct = Broadcast | CudaIpc
+
+
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """What a whole weights file says of itself."""
 

@@ -20,7 +20,7 @@ from lego.child import Child
 from lego.engine.admission import Admission
 from lego.engine.folder import ModelFolder, read_model_folder
 from lego.engine.plugin import BACKEND
-from lego.engine.transfer import SharedMemory, Transfer
+from lego.engine.transfer import CudaIpc, Direct, SharedMemory, Transfer
 from lego.errors import EngineError, UsageError
 from sandbox.base import Progress, no_progress
 
@@ -64,6 +64,9 @@ class VllmServer:
     """Answers under way at a weight update go on with the new weights (keep) or end first (wait)."""
     transfer: Transfer = SharedMemory()
     """How new weights come from the trainer: through shared memory, or a folder that machines share."""
+    direct: Direct | None = None
+    """A faster way between GPUs, straight from the trainer's memory; the file is written after it, for engines that
+    start again or were pinned."""
     port: int = 0
     """Port on 127.0.0.1 of the first server, the others follow; 0 takes free ones."""
     start_timeout_s: float = 300.0
@@ -129,6 +132,8 @@ class VllmServer:
         folder = replace(folder, stop_ids=tuple(dict.fromkeys([*folder.stop_ids, *stop_ids])))
         if self.routing and not folder.moe_layers:
             raise UsageError(f"routing is on but model folder {model} has no routed experts")
+        if isinstance(self.direct, CudaIpc) and is_cpu_wheel():
+            raise UsageError("engine.direct: CudaIpc, wanted Broadcast or None: vLLM is here as its CPU wheel")
         server = replace(self, routing=bool(folder.moe_layers)) if self.routing is None else self
         with ExitStack() as ports:
             if self.urls:
@@ -170,7 +175,7 @@ class VllmServer:
         words_s = LAST_WORDS_S if child else 0.0  # nobody tells how a server that is not ours died
         async with connect(url) as http:
             engine = VllmEngine(
-                http, model, routing=bool(self.routing), pause=self.pause, obituary=ended, last_words_s=words_s
+                http, model, url=url, routing=bool(self.routing), pause=self.pause, obituary=ended, last_words_s=words_s
             )
             engine.pid = None if child is None else child.pid
             try:
@@ -224,7 +229,9 @@ class VllmServer:
         # The engine's core works itself, without a worker process (420 MiB); no core pinned that trainer and boxes
         # need, no threads that fight for two cores.
         small = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        return passed | quiet | seldom | fast | (small if cpu else {}) | dict(self.env)
+        # A handle of GPU memory is a pickle, which vLLM takes from nobody unless told to; it listens on loopback alone.
+        handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if isinstance(self.direct, CudaIpc) else {}
+        return passed | quiet | seldom | fast | handles | (small if cpu else {}) | dict(self.env)
 
 
 @dataclass(frozen=True, kw_only=True)

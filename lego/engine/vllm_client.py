@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import aiohttp
 import numpy as np
 
 from lego.engine.answer import Answer, Asked, request_body
-from lego.engine.base import Progress
+from lego.engine.base import Progress, WeightSource
 from lego.engine.folder import ModelFolder
 from lego.engine.transfer import check as check_weights_file
 from lego.engine.usage import Reading, read_metrics
@@ -46,6 +48,7 @@ class VllmEngine:
         http: aiohttp.ClientSession,
         model: ModelFolder,
         *,
+        url: str = "",
         routing: bool,
         pause: Literal["keep", "wait"] = "keep",
         update_timeout_s: float = 300.0,
@@ -59,6 +62,8 @@ class VllmEngine:
         self.model = model
         self.pid: int | None = None
         """The root of the server's processes, if they are ours."""
+        self.url, self.life = url, uuid.uuid4().hex
+        """Where others reach the server, and a name for this life of it."""
         self.routing = routing
         self.obituary = obituary
         self.version: int | None = None
@@ -114,17 +119,24 @@ class VllmEngine:
     async def load(self, weights: Path, version: int) -> float:
         """Updates, and returns the seconds that nothing was sampled."""
         weights = check_weights_file(weights, version)
+        return await self._change(partial(self._read, weights, version), version)
+
+    async def receive(self, source: WeightSource, version: int) -> float:
+        """As `load`, of weights that their source sends."""
+        return await self._change(partial(source.send, self.url, self.life, version), version)
+
+    async def _change(self, bring: Callable[[], Awaitable[None]], version: int) -> float:
         async with self._updating:
             self._check_usable()
             self.version, self.loads = None, self.loads + 1
             began = time.monotonic()
             try:
-                paused = await self._update(weights, version)
+                paused = await self._update(bring, version)
             except BaseException as error:
                 await self.break_off(f"update to version {version} failed: {error or type(error).__name__}")
                 raise
             self.version = version
-            log.info("weights version=%d file=%s seconds=%.3f", version, weights.name, time.monotonic() - began)
+            log.info("weights version=%d url=%s seconds=%.3f", version, self.url, time.monotonic() - began)
             return paused
 
     async def label(self, version: int) -> None:
@@ -148,12 +160,16 @@ class VllmEngine:
                 "it samples from: start vLLM with --logprobs-mode processed_logprobs"
             )
 
-    async def _update(self, weights: Path, version: int) -> float:
-        await self._step(f"/pause?mode={self._pause}")
-        paused = time.monotonic()
+    async def _read(self, weights: Path, version: int) -> None:
+        """Lets the server read a file, from start to finish."""
         await self._step("/start_weight_update")
         await self._step("/update_weights", {"update_info": {"path": str(weights), "version": version}})
         await self._step("/finish_weight_update", {"weight_version": str(version)})
+
+    async def _update(self, bring: Callable[[], Awaitable[None]], version: int) -> float:
+        await self._step(f"/pause?mode={self._pause}")
+        paused = time.monotonic()
+        await bring()
         await self._reset_prefix_cache()
         await self._step("/resume")
         paused = time.monotonic() - paused

@@ -1,8 +1,8 @@
-"""The weight-transfer backend: vLLM workers read new weights from one safetensors file of HF-named tensors.
+"""The weight-transfer backend: vLLM workers take new HF-named weights from one safetensors file, or from the trainer.
 
 Runs inside vLLM. Workers map the file, so that it must stay as it is until the update is finished: one that was written
-into meanwhile is an error. So is an update that leaves a layer without its weights: vLLM would only log it and go on
-with the old ones.
+into meanwhile is an error. So is an update, by any way, that leaves a layer without its weights: vLLM would only log it
+and go on with the old ones.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,11 @@ from lego.engine.transfer import WeightsFile
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+class Line(WeightTransferInitInfo):
+    """A way straight from the trainer: `nccl`, `ipc` or `gloo`, and what vLLM's engine of it wants to know."""
+
+    way: str
+    info: dict[str, Any]
 
 
 @dataclass
@@ -39,32 +42,49 @@ class FileUpdate(WeightTransferUpdateInfo):
     """What the file must hold, if it says what it holds; None takes any."""
 
 
-class SafetensorsFileEngine(WeightTransferEngine[FileInit, FileUpdate]):
-    """Loads a file through vLLM's layerwise reload, which packs each layer again for its kernels."""
+class CheckedEngine(WeightTransferEngine[Line, FileUpdate]):
+    """Loads weights through vLLM's layerwise reload, which packs each layer again for its kernels: from a file, or from
+    the trainer itself once a way to it is open."""
 
-    init_info_cls = FileInit
+    init_info_cls = Line
     update_info_cls = FileUpdate
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._file: WeightsFile | None = None
+        self._line: WeightTransferEngine | None = None
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        pass
+    def init_transfer_engine(self, init_info: Line) -> None:
+        self._hang_up()
+        line = _kind(init_info.way)(self.config, self.vllm_config, self.device, self.model)
+        line.init_transfer_engine(line.parse_init_info(init_info.info))
+        self._line = line
 
     def start_weight_update(self) -> None:
         self._close()  # of an update that failed on its way
         initialize_layerwise_reload(self.model)
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """All of a file, or some of what the trainer sends."""
+        if "path" in update_info:
+            super().update_weights(update_info)
+        elif self._line is None:
+            raise RuntimeError("no way to the trainer is open")
+        else:
+            self._receive(self._line, update_info)
+
     def receive_weights(self, update_info: FileUpdate) -> None:
         self._file = WeightsFile(Path(update_info.path), update_info.version)
         self.model.load_weights(iter(self._file))  # type: ignore[operator]
-        missing = list(unloaded(self.model))
-        if missing:
-            raise ValueError(f"{update_info.path} left {len(missing)} layers without all weights, first {missing[0]}")
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        missing = list(unloaded(self.model))
+        if missing:
+            raise ValueError(f"the update left {len(missing)} layers without all weights, first {missing[0]}")
+        if self._file is None and self._line is not None:
+            self._line.finish_weight_update()
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
         for layer in tied(self.model):
             # The weight itself is up to date; what the layer packed of it for its CPU kernel is not.
             layer.quant_method.process_weights_after_loading(layer)
@@ -74,11 +94,39 @@ class SafetensorsFileEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
     def shutdown(self) -> None:
         self._close()
+        self._hang_up()
+
+    def _receive(self, line: WeightTransferEngine, update_info: dict[str, Any]) -> None:
+        try:
+            line.update_weights(update_info)
+        except BaseException:
+            self._hang_up()  # or the trainer would go on waiting for this end
+            raise
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.shutdown()
+        self._line = None
+
+
+def _kind(way: str) -> type[WeightTransferEngine]:
+    """The worker's end of a way; imported only here, where one is opened."""
+    if way == "gloo":
+        from lego.engine.gloo import GlooEngine
+
+        return GlooEngine
+    if way == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        return IPCWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    return NCCLWeightTransferEngine
 
 
 def tied(model: torch.nn.Module) -> Iterator[Any]:

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from lego.child import Child
 from lego.engine.transfer import SharedMemory, Transfer
-from lego.errors import GateError, TrainerError, UsageError
+from lego.errors import EngineError, GateError, TrainerError, UsageError
 from lego.learn import packing
 from lego.learn.checkpoint_folder import find
 from lego.learn.costs import Costs
@@ -193,6 +193,15 @@ class Trainer:
         else is to write or remove it. Raises TrainerError, before anything is written, where there is no room.
         """
         return Path((await self._command("export", version=version))["path"])
+
+    async def send(self, url: str, life: str, version: int) -> None:
+        """Sends all weights as `version` straight to the server at this URL, whose way is kept for its `life`.
+
+        EngineError if they did not arrive whole, for whatever reason: the server is to be started again.
+        """
+        failure = (await self._command("send", url=url, life=life, version=version))["failure"]
+        if failure is not None:
+            raise EngineError(f"weights from the trainer: {failure}")
 
     async def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """Begins to write the checkpoint of a step, all weights and optimizer state; training may go on meanwhile."""

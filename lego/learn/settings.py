@@ -1,9 +1,11 @@
 """What a trainer rank is started with: written by the driver, read by each rank; imports no torch."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lego.engine.transfer import Broadcast, CudaIpc, Direct
 from lego.learn.algorithms import Algorithm, from_fields, name_of
 from lego.learn.checkpoint_folder import Keep
 from lego.learn.layout import DType, Layout
@@ -22,6 +24,8 @@ class Settings:
     """Folder of this run alone for the files that carry weights to engines."""
     in_place: bool
     """Whether those files are written in place, in memory that engines share."""
+    direct: Direct | None
+    """How weights also go straight to engines."""
     model: str
     layout: Layout
     export_dtype: DType
@@ -45,5 +49,13 @@ class Settings:
         values["layout"] = Layout(**values["layout"])
         values["schedule"] = Schedule(**values["schedule"])
         values["keep"] = Keep(**values["keep"])
+        values["direct"] = _direct(values["direct"])
         values["algorithm"] = from_fields(values.pop("algorithm_name"), values["algorithm"])
         return cls(**values)
+
+
+def _direct(fields: Mapping[str, str] | None) -> Direct | None:
+    """Only a broadcast has fields."""
+    if fields is None:
+        return None
+    return Broadcast(**fields) if fields else CudaIpc()

@@ -121,21 +121,22 @@ class Weights:
             for name in group:
                 _fill(self._places[name], whole[name])
 
-    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def held(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """All of the folder's tensors with the model's values, as the model has them, gathered a layer at a time.
 
-        Yields them on rank 0 and nothing on others. Views of the model where nothing had to be gathered: copy each
-        before the next step.
+        Yields them on rank 0 and nothing on others, unless `everywhere`. Views of the model where nothing had to be
+        gathered: copy each before the next step.
         """
+        mine = everywhere or dist.get_rank() == 0
         for group, shapes in self._groups:
-            whole = {name: _collected(self._places[name]) for name in group}
-            if dist.get_rank() == 0:
+            whole = {name: _collected(self._places[name], mine) for name in group}
+            if mine:
                 tensors = self._names.to_file(self.arch.adapter.to_hf(whole))
                 for name in shapes:
                     yield name, tensors.pop(name)
                     if self._head_stored and name == self._embedding():
                         yield _HEAD, whole[_EMBEDDING]
-        if dist.get_rank() == 0:
+        if mine:
             yield from ((name, self.stored.read(name)) for name in self.carried)
 
     def stream(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,8 +257,8 @@ def _fill(place: torch.Tensor, whole: torch.Tensor) -> None:
     place.copy_(whole)
 
 
-def _collected(place: torch.Tensor) -> torch.Tensor:
-    """All of a tensor on rank 0; an empty one on others."""
+def _collected(place: torch.Tensor, mine: bool) -> torch.Tensor:
+    """All of a tensor, which all ranks gather together; an empty one where it is not wanted."""
     value = place.detach()
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole if dist.get_rank() == 0 else torch.empty(0)
+    return whole if mine else torch.empty(0)

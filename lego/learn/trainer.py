@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from lego.engine.transfer import SharedMemory, Transfer
+from lego.engine.transfer import Direct, SharedMemory, Transfer
 from lego.errors import UsageError
 from lego.learn.algorithms import GSPO, Algorithm
 from lego.learn.checkpoint_folder import Keep
@@ -147,12 +147,14 @@ class TrainerSpec:
         keep: Keep | None = None,
         shared: Path | None = None,
         transfer: Transfer | None = None,
+        direct: Direct | None = None,
     ) -> "AsyncIterator[Trainer]":
         """Starts the ranks on a model folder; logs go to `run`/trainer. The ranks end with the block, or the driver.
 
         Batches pass through a new folder in `shared`, by default the machine's shared memory; checkpoints go to
         `run`/checkpoints, where `keep` says which stay. `transfer` is how exported weights reach engines, by default
-        through that new folder. `steps` are those of the whole run, for the learning rate.
+        through that new folder; `direct` is how `send` brings them there. `steps` are those of the whole run, for
+        the learning rate.
 
         `temperature` is the one all tokens were sampled at. Raises UsageError for a model that is not there or that
         this layout does not fit, before any process starts; TrainerError if a rank fails.
@@ -167,7 +169,7 @@ class TrainerSpec:
         (logs / "failure.json").unlink(missing_ok=True)
         with wire_folder(shared) as wire, weights_folder(transfer or SharedMemory(), wire) as weights:
             settings = self._settings(model, run, wire, algorithm or GSPO(), self.schedule(steps), keep or Keep())
-            settings = replace(settings, weights=str(weights), in_place=weights == wire)
+            settings = replace(settings, weights=str(weights), in_place=weights == wire, direct=direct)
             async with opened(self, settings, logs, temperature) as trainer:
                 yield trainer
 
@@ -179,6 +181,7 @@ class TrainerSpec:
             shared=str(shared),
             weights=str(shared),
             in_place=True,
+            direct=None,
             model=str(model.resolve()),
             layout=self.layout,
             export_dtype=self.export_dtype or self.dtype,

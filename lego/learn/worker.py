@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 gc.disable()  # imports make much that lives for ever; collecting meanwhile costs a second
 
@@ -35,6 +35,9 @@ from lego.learn.schedule import Schedule  # noqa: E402
 from lego.learn.settings import Settings  # noqa: E402
 from lego.learn.step import Actors, Plan, train_step  # noqa: E402
 from lego.learn.weight_files import InPlace, Replaced, WeightFiles  # noqa: E402
+
+if TYPE_CHECKING:
+    from lego.engine.direct import Sender
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Worker:
             Path(settings.checkpoints), self.actors.optimizer, self.actors.critic_optimizer, settings.keep
         )
         self.files: WeightFiles | None = None  # once they are asked for, on rank 0
+        self.sender: Sender | None = None  # once asked for
 
     def _actors(self) -> Actors:
         settings, model, layout = self.settings, Path(self.settings.model), self.settings.layout
@@ -99,6 +103,19 @@ class Worker:
             self.files = made(Path(self.settings.weights), weights.forms(DTYPES[self.settings.export_dtype]))
         return {"path": str(self.files.write(version, weights.held()))}
 
+    def send(self, url: str, life: str, version: int) -> dict[str, Any]:
+        """All weights straight to one server, in one of its lives."""
+        if self.sender is None:
+            from lego.engine.vllmcli import answer_for_vllm_cpu
+
+            answer_for_vllm_cpu()
+            from lego.engine.direct import Sender  # here, since it takes vLLM seconds to load
+
+            direct, dtype = self.settings.direct, DTYPES[self.settings.export_dtype]
+            assert direct is not None
+            self.sender = Sender(direct, self.actors.policy.weights, dtype, self.device, self.rank)
+        return {"failure": self.sender.send(url, life, version)}
+
     def save(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Begins to write weights and optimizer state to go on from, on any number of ranks."""
         self.checkpoints.save(step, metrics)
@@ -127,6 +144,7 @@ class Worker:
         commands = {
             "step": self.step,
             "export": self.export,
+            "send": self.send,
             "save": self.save,
             "saved": self.saved,
             "load": self.load,

@@ -121,7 +121,7 @@ def test_registering_twice_changes_each_place_once(told: dict[str, Any]):
 
 
 def test_the_weight_transfer_backend_is_registered(told: dict[str, Any]):
-    assert told["backend"] == "SafetensorsFileEngine"
+    assert told["backend"] == "CheckedEngine"
 
 
 def test_routing_capture_is_let_through_on_the_cpu_runner_and_its_absence_is_not_checked(told: dict[str, Any]):

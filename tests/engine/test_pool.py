@@ -78,7 +78,7 @@ class Fake:
             return "killed" if self.dead or life != self.starts else None
 
         async with self.serving() as url, connect(url) as http:
-            yield VllmEngine(http, DENSE, routing=self.routing, obituary=obituary)
+            yield VllmEngine(http, DENSE, url=url, routing=self.routing, obituary=obituary)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -403,18 +403,102 @@ async def test_a_half_failed_update_leaves_no_replica_on_mixed_weights(weights: 
     assert not any(fake.mixed for fake in fakes)
 
 
-async def test_an_update_that_fails_everywhere_is_an_error_and_the_old_version_comes_back(weights: Path):
+async def test_an_update_that_fails_everywhere_is_finished_by_servers_that_start_again(weights: Path):
     fakes = [Fake(), Fake()]
     async with pooled(*fakes) as pool:
         await pool.update(weights, 1)
         for fake in fakes:
             fake.fails["/update_weights"] = 1
-        with pytest.raises(EngineError, match=r"/update_weights: status 500.*disk on fire"):
-            await pool.update(weights, 2)
-        assert pool.version == 1
+        await pool.update(weights, 2)
+        assert spans(await ask(pool))[0][0] == pool.version == 2
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [2, 2] and [fake.starts for fake in fakes] == [2, 2]
+    assert not any(fake.mixed for fake in fakes)
+
+
+async def test_weights_that_no_server_can_take_are_an_error_with_the_first_cause(weights: Path):
+    fakes = [Fake(), Fake()]
+    async with pooled(*fakes, most=1) as pool:
+        for fake in fakes:
+            fake.fails["/update_weights"] = 9
+        with pytest.raises(
+            EngineError, match=r"^update to version 1 failed: /update_weights: status 500.*disk on fire"
+        ):
+            await pool.update(weights, 1)
+        assert [fake.starts for fake in fakes] == [2, 2]
+
+
+class Direct:
+    """Weights that are sent straight to servers, as `lego.engine.direct` does; the file is there after `export`."""
+
+    def __init__(self, file: Path, fakes: Sequence[Fake]) -> None:
+        self.file, self.fakes = file, fakes
+        self.seen: list[tuple[str, list[bool], list[int]]] = []
+        """Each act's name, with which servers were paused then and what versions they had."""
+        self.lives: list[str] = []
+        self.dies_after = 99
+
+    async def send(self, url: str, life: str, version: int) -> None:
+        self._see("send")
+        self.lives.append(life)
+        async with connect(url) as http:
+            for path, body in (("start", {}), ("update", {}), ("finish", {"weight_version": str(version)})):
+                async with http.post(f"/{path}_weight{'s' if path == 'update' else '_update'}", json=body) as answer:
+                    if answer.status != 200:
+                        raise EngineError(f"weights from the trainer: {await answer.text()}")
+        self.dies_after -= 1
+        if not self.dies_after:
+            self.fakes[1].dead = True
+
+    async def export(self, version: int) -> Path:
+        self._see("export")
+        return self.file
+
+    def _see(self, what: str) -> None:
+        self.seen.append((what, [fake.paused for fake in self.fakes], [fake.version for fake in self.fakes]))
+
+
+async def test_weights_are_sent_to_one_server_after_the_other_while_the_rest_samples(weights: Path):
+    fakes = [Fake(), Fake()]
+    source = Direct(weights, fakes)
+    async with pooled(*fakes) as pool:
+        await pool.update_from(source, 1)
+        await pool.update_from(source, 2)
+        assert {spans(await ask(pool, f"s{i}"))[0][0] for i in range(4)} == {2}
+        assert pool.usage().last_update is not None
+    first, second, export = source.seen[:3]
+    assert first == ("send", [True, False], [0, 0])
+    assert second == ("send", [False, True], [1, 0])
+    assert export == ("export", [False, False], [1, 1])
+    assert source.lives[:2] == source.lives[2:] and len(set(source.lives)) == 2
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+async def test_servers_that_weights_did_not_reach_start_again_with_the_file(weights: Path, failing: tuple[int, ...]):
+    fakes = [Fake(), Fake()]
+    source = Direct(weights, fakes)
+    async with pooled(*fakes) as pool:
+        for i in failing:
+            fakes[i].fails["/update_weights"] = 1
+        await pool.update_from(source, 1)
         assert spans(await ask(pool))[0][0] == 1
         await until(lambda: pool.usage().alive == 2)
-        assert [fake.version for fake in fakes] == [1, 1]
+        await pool.update_from(source, 2)
+        assert [fake.version for fake in fakes] == [2, 2]
+        assert [fake.starts for fake in fakes] == [2 if i in failing else 1 for i in (0, 1)]
+    lives = source.lives
+    assert [lives[i] != lives[i + 2] for i in (0, 1)] == [i in failing for i in (0, 1)], "a new life has a new way"
+    assert not any(fake.mixed for fake in fakes)
+
+
+async def test_a_server_that_ends_before_its_turn_holds_nobody_up(weights: Path):
+    fakes = [Fake(), Fake()]
+    source = Direct(weights, fakes)
+    source.dies_after = 1
+    async with pooled(*fakes) as pool:
+        await pool.update_from(source, 1)
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [1, 1] and fakes[1].starts == 2
 
 
 async def test_a_cache_that_stays_full_of_old_keys_fails_the_update_and_says_who_holds_it(
@@ -422,13 +506,11 @@ async def test_a_cache_that_stays_full_of_old_keys_fails_the_update_and_says_who
 ):
     monkeypatch.setattr("lego.engine.vllm_client.RESET_TRIES", 2)
     fake = Fake()
-    async with pooled(fake) as pool:
+    async with pooled(fake, most=0) as pool:
         fake.refuses_resets, fake.kv_usage = True, 0.5
         with pytest.raises(EngineError, match=r"refused 2 times, blocks .* by 3 answers under way and 1 waiting"):
             await pool.update(weights, 1)
         assert fake.asked[-2:] == UPDATE[4:5] * 2  # not resumed
-        fake.refuses_resets = False
-        assert spans(await ask(pool))[0][0] == 0 and fake.starts == 2
 
 
 async def test_a_cancelled_update_leaves_whole_weights_everywhere(weights: Path):

@@ -165,7 +165,7 @@ async def test_a_server_elsewhere_that_does_not_answer_is_told_by_its_address(ti
             pass
 
 
-async def test_half_an_update_of_a_server_elsewhere_that_has_no_older_weights_takes_it_out(
+async def test_half_an_update_of_a_server_elsewhere_is_finished_once_it_is_reached_again(
     tiny_model: Path, tmp_path: Path
 ):
     fake = Fake()
@@ -175,8 +175,6 @@ async def test_half_an_update_of_a_server_elsewhere_that_has_no_older_weights_ta
         VllmServer(urls=(url,), restarts=1).open(tiny_model, tmp_path, stop_ids=(9,)) as pool,
     ):
         fake.fails["/update_weights"] = 1
-        with pytest.raises(EngineError, match="disk on fire"):
-            await pool.update(tiny_model / "model.safetensors", 1)
-        with pytest.raises(EngineError, match=r"^.*update to version 1 failed"):
-            await pool.generate(ids(1), Sampling(), session="s")
-        assert pool.usage().alive == 0 and fake.mixed == 0
+        await pool.update(tiny_model / "model.safetensors", 1)
+        got = await pool.generate(ids(1), Sampling(), session="s")
+        assert got.versions[0].version == 1 == fake.version and fake.mixed == 0

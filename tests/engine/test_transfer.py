@@ -309,7 +309,7 @@ import json, sys
 from pathlib import Path
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from lego.engine.weights import FileUpdate, SafetensorsFileEngine
+from lego.engine.weights import CheckedEngine, FileUpdate
 from lego.learn.weight_files import InPlace
 
 class Model(torch.nn.Module):
@@ -323,8 +323,8 @@ class Model(torch.nn.Module):
 
 files = InPlace(Path(sys.argv[1]), {"layer.weight": torch.empty(3, 2, device="meta")})
 paths = [str(files.write(v, [("layer.weight", torch.full((3, 2), float(v)))])) for v in (1, 2)]
-engine = SafetensorsFileEngine.__new__(SafetensorsFileEngine)
-engine.model, engine.model_config, engine._file = Model(), None, None
+engine = CheckedEngine.__new__(CheckedEngine)
+engine.model, engine.model_config, engine._file, engine._line = Model(), None, None, None
 record_metadata_for_reloading(engine.model)
 
 def update(number, version, between=lambda: None):
