@@ -71,7 +71,7 @@ def resolve(argv: Sequence[str], program: str) -> tuple[Path, Recipe]:
         default=own,
         args=list(argv[1:]),
         prog=f"{program} {path}",
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed),
     )
     same = type(recipe.algorithm) is type(own.algorithm)
     algorithm = own.algorithm if same else recipe.algorithm

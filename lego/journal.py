@@ -1,7 +1,7 @@
 """What a run has done, in one append-only file: enough to go on after any death, with nothing lost or counted twice.
 
 A line is on the disk before what it tells of counts. The first names the run; then groups start and end, steps are
-done, measurements are made, and the last says that the run is finished.
+done, measurements are made or lost, and the last says that the run is finished.
 """
 
 import hashlib
@@ -59,6 +59,8 @@ class Past:
     """The groups of each step done, in the order in which they were trained."""
     measured: dict[tuple[str, str], Rate] = field(default_factory=dict)
     """Rates by moment and split."""
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    """Moments and splits that will never have a rate."""
     finished: bool = False
 
     @property
@@ -123,6 +125,10 @@ class Journal:
         """A solve rate was measured."""
         self._line("measured", moment=moment, split=split, hits=rate.hits, asked=rate.asked)
 
+    def lost(self, moment: str, split: str, reason: str) -> None:
+        """A solve rate will not be measured any more."""
+        self._line("lost", moment=moment, split=split, reason=reason)
+
     def finish(self) -> None:
         """The run is over; nothing may follow."""
         self._line("finish")
@@ -130,6 +136,13 @@ class Journal:
     def _line(self, kind: str, **told: Any) -> None:
         append(self.path, {"kind": kind, **told})
         _add(self.past, kind, told)
+
+
+def occupied(folder: Path) -> str | None:
+    """Why a run cannot begin in the folder, as `run_dir: …, wanted …`; None where nothing else lies in it."""
+    left = sorted(path.name for path in folder.glob("*") if path.name not in (LOCK, FILE))
+    wanted = "wanted a new or empty folder, or one of this recipe's run"
+    return f"run_dir: {folder} is not empty ({left[0]}), {wanted}" if left else None
 
 
 def read(path: Path) -> Past:
@@ -166,6 +179,8 @@ def _add(past: Past, kind: str, told: Mapping[str, Any]) -> None:
             past.steps.append(tuple(told["groups"]))
         case "measured":
             past.measured[told["moment"], told["split"]] = Rate(_count(told, "hits"), _count(told, "asked"))
+        case "lost":
+            past.lost.add((told["moment"], told["split"]))
         case "finish":
             past.finished = True
         case _:

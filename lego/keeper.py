@@ -1,6 +1,7 @@
 """Puts what a run does on the disk, in the order that lets it go on: trials, then their group, then the step of it.
 
-Groups are written beside the event loop, one at a time; a step waits until those it uses are there.
+Groups are written beside the event loop, one at a time; a step waits until those it uses are there, or nobody writes
+any more.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ class Keeper:
     def __init__(self, journal: Journal, stored: Stored, store: RunStore) -> None:
         self.journal, self._stored, self._store = journal, stored, store
         self._ended: asyncio.Queue[Group] = asyncio.Queue()
+        self._over = asyncio.Event()
 
     def begin(self, spec: GroupSpec, version: int) -> None:
         """A group starts."""
@@ -47,15 +49,20 @@ class Keeper:
         self._ended.put_nowait(group)
 
     async def run(self) -> None:
-        """Writes groups until it is cancelled."""
-        while True:
-            group = await self._ended.get()
-            await self._write(group)
-            self._ended.task_done()
+        """Writes groups until it is cancelled, or cannot write one."""
+        try:
+            while True:
+                await self._write(await self._ended.get())
+                self._ended.task_done()
+        finally:
+            self._over.set()
 
     async def step(self, taken: StepGroups) -> None:
-        """A step is done: its groups and its numbers are on the disk, and now the step is too."""
-        await self._ended.join()
+        """A step is done: its groups and its numbers are on the disk, and now the step is too.
+
+        CancelledError where its groups will not be there, as `run` has ended: what ended that is the cause to tell.
+        """
+        await self._written()
         self._store.sync()
         self.journal.step(taken.step, [group.number for group in taken.groups])
 
@@ -79,6 +86,17 @@ class Keeper:
             again=tuple(self._spec(number, tasks, group_size) for number in past.unfinished()),
             first=past.next_group,
         )
+
+    async def _written(self) -> None:
+        """Waits until all groups that have ended are on the disk."""
+        written, over = asyncio.create_task(self._ended.join()), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait((written, over), return_when=asyncio.FIRST_COMPLETED)
+            if not written.done():
+                raise asyncio.CancelledError
+        finally:
+            written.cancel()
+            over.cancel()
 
     async def _write(self, group: Group) -> None:
         await asyncio.to_thread(self._stored.write, group.number, group.trajectories)

@@ -73,6 +73,7 @@ class Loop:
 
     async def run(self) -> None:
         """Start measurement, all steps, end measurement."""
+        self.parts.validator.give_up(self.version)
         await self._catch_up()
         if self.version or self.recipe.engine.urls:  # servers that we did not start may hold anything
             await self._push(self.version)
@@ -99,7 +100,7 @@ class Loop:
             credited = credit([one.kept for one in self._judged(groups, step)], self.rules)
             await self._train(step, credited.samples, on_policy=False)
             self.version = step + 1
-            if self.version < done and self._is_due():
+            if self.version < done and self.parts.validator.is_due(self.version):
                 await self._push(self.version)
                 await self.parts.validator.meanwhile(self.version, asyncio.Event())
 
@@ -157,16 +158,9 @@ class Loop:
             self.out.measured("start", "train", _rate(trials), 0.0, version=step)
             self.parts.keeper.journal.measured("start", "train", _rate(trials))
 
-    def _is_due(self) -> bool:
-        """Whether these weights are to be validated, and were not yet."""
-        every, first = self.recipe.validation.every, self.parts.keeper.journal.past.first
-        if not every or self.version % every or not first < self.version < self.recipe.steps:
-            return False
-        return bool(self.parts.validator.lacking(f"step-{self.version}", ("heldout",)))
-
     async def _validate(self, group: asyncio.TaskGroup) -> None:
         """Begins to validate the newest weights if they are due; the next step goes on as soon as they are held."""
-        if not self._is_due():
+        if not self.parts.validator.is_due(self.version):
             return
         if self._validating is not None and not self._validating.done():
             self.out.store.event("validation_skipped", version=self.version)

@@ -14,7 +14,7 @@ from harnesses.known import KNOWN
 from lego.budget import Budget, Crew
 from lego.engine.vllm import VllmServer
 from lego.errors import UsageError
-from lego.journal import FILE, LOCK
+from lego.journal import FILE, occupied
 from lego.learn.algorithms import ALGORITHMS, GSPO, ActorCritic, Algorithm, name_of
 from lego.learn.checkpoint_folder import find, read_meta
 from lego.learn.layout import model_sizes
@@ -149,8 +149,11 @@ def _algorithm(words: list[str]) -> Algorithm:
 def _weighted(word: str) -> Weighted:
     name, _, weight = word.partition("=")
     if name not in KNOWN:
-        raise ValueError(f"{name!r}, wanted one of {', '.join(KNOWN)}")
-    return Weighted(harness=KNOWN[name](), weight=float(weight or 1))
+        raise ValueError(f"{word}: {name!r}, wanted one of {', '.join(KNOWN)}")
+    try:
+        return Weighted(harness=KNOWN[name](), weight=float(weight or 1))
+    except ValueError:
+        raise ValueError(f"{word}: {weight!r}, wanted a number") from None
 
 
 HarnessByName = Annotated[
@@ -164,14 +167,14 @@ HarnessByName = Annotated[
         choices=tuple(KNOWN),
     ),
 ]
-WeightedByName = Annotated[
-    Weighted,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME[=WEIGHT]",
-        instance_from_str=lambda words: _weighted(words[0]),
-        is_instance=lambda value: isinstance(value, Weighted),
-        str_from_instance=lambda value: [f"{value.harness.name}={value.weight:g}"],
+MixByName = Annotated[
+    tuple[Weighted, ...],
+    tyro.constructors.PrimitiveConstructorSpec(  # of all at once: what is wrong with one of several tyro would not tell
+        nargs="*",
+        metavar="[NAME[=WEIGHT] ...]",
+        instance_from_str=lambda words: tuple(map(_weighted, words)),
+        is_instance=lambda value: all(isinstance(part, Weighted) for part in value),
+        str_from_instance=lambda value: [f"{part.harness.name}={part.weight:g}" for part in value],
     ),
 ]
 AlgorithmByName = Annotated[
@@ -196,7 +199,7 @@ class Recipe:
     tasks: tyro.conf.Fixed[TaskSource]
     harness: HarnessByName
     """The agent program, with the fields that the recipe gives it, or else its defaults."""
-    mix: tuple[WeightedByName, ...] = ()
+    mix: MixByName = ()
     """Harnesses of the training groups, drawn for each by weight, in place of `harness`; a task may name its own."""
     other_harnesses: tyro.conf.Suppress[tuple[Harness, ...]] = ()
     """Further harnesses with the fields they shall have where a flag or a task names them."""
@@ -271,46 +274,49 @@ class Recipe:
         if lacking := self.sandbox.missing():
             yield f"sandbox: {lacking}"
         yield from _chat_problems(self.chat)
-        full = self.sampling.top_p == 1.0 and self.sampling.top_k <= 0 and self.sampling.min_p == 0.0
-        if not full:
-            yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
-        if _config(self.policy) is None:
+        config = _config(self.policy)
+        if config is None:
             yield f"policy: {self.policy / 'config.json'} cannot be read; wanted a model folder in HF layout"
-        if self.sampling.max_tokens >= self.engine.max_model_len:
-            yield (
-                f"sampling.max_tokens: {self.sampling.max_tokens}, "
-                f"wanted less than engine.max_model_len {self.engine.max_model_len}"
-            )
+        yield from _sampling_problems(self.sampling, self.engine.max_model_len)
         if self.trainer.over_budget == "error" and self.trainer.token_budget < self.engine.max_model_len:
             yield (
                 f"trainer.token_budget: {self.trainer.token_budget}, wanted at least engine.max_model_len "
                 f"{self.engine.max_model_len}, or trainer.over_budget drop or split"
             )
-        if isinstance(self.algorithm, ActorCritic) and self.trainer.over_budget == "split":
-            yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
         if self.resume is not None:
             yield from _resume_problems(self.resume, self.steps, isinstance(self.algorithm, ActorCritic))
-        if self.run_dir is not None and (left := _others(self.run_dir)):
-            yield f"run_dir: {self.run_dir} is not empty ({left}), wanted a new or empty folder, or a run's"
-        if isinstance(self.algorithm, ActorCritic) and self.algorithm.critic.warmup_steps >= self.steps:
-            yield (
-                f"algorithm.critic.warmup_steps: {self.algorithm.critic.warmup_steps}, wanted less than steps "
-                f"{self.steps}: before them the critic alone learns"
-            )
-        config = _config(self.policy)
+        if self.run_dir is not None and not (self.run_dir / FILE).is_file() and (told := occupied(self.run_dir)):
+            yield told
+        if isinstance(self.algorithm, ActorCritic):
+            yield from _critic_problems(self.algorithm, self.trainer, self.steps)
         yield from self.trainer.problems(config, self.steps)
-        for word in self.engine.extra:
-            if word.replace("_", "-").startswith(OF_LOGPROBS):  # vLLM takes either spelling
-                yield f"engine.extra: {word}, which lego sets itself: log-probabilities are to be the trainer's"
-        if self.engine.routing and config is not None and not model_sizes(config).experts:
-            yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
+        yield from _engine_problems(self.engine, config)
 
 
-def _others(folder: Path) -> str | None:
-    """What lies in the folder of no run."""
-    if not folder.is_dir() or (folder / FILE).is_file():
-        return None
-    return next((path.name for path in folder.iterdir() if path.name != LOCK), None)
+def _sampling_problems(sampling: Sampling, context: int) -> Iterator[str]:
+    if sampling.top_p != 1.0 or sampling.top_k > 0 or sampling.min_p != 0.0:
+        yield "sampling: top_p, top_k or min_p cut the support; training needs top_p=1, top_k=-1, min_p=0"
+    if sampling.max_tokens >= context:
+        yield f"sampling.max_tokens: {sampling.max_tokens}, wanted less than engine.max_model_len {context}"
+
+
+def _critic_problems(algorithm: ActorCritic, trainer: TrainerSpec, steps: int) -> Iterator[str]:
+    if trainer.over_budget == "split":
+        yield "trainer.over_budget: split, wanted error or drop with a critic, which sees a segment whole"
+    warmup = algorithm.critic.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"algorithm.critic.warmup_steps: {warmup}, wanted less than steps {steps}: before them the critic alone "
+            "learns"
+        )
+
+
+def _engine_problems(engine: VllmServer, config: Mapping[str, Any] | None) -> Iterator[str]:
+    for word in engine.extra:
+        if word.replace("_", "-").startswith(OF_LOGPROBS):  # vLLM takes either spelling
+            yield f"engine.extra: {word}, which lego sets itself: log-probabilities are to be the trainer's"
+    if engine.routing and config is not None and not model_sizes(config).experts:
+        yield "engine.routing: True, but the policy has no experts to replay; wanted None or False"
 
 
 def _resume_problems(resume: Path, steps: int, critic: bool) -> Iterator[str]:

@@ -11,14 +11,16 @@ from typing import Any
 
 from lego.cli import described
 from lego.errors import UsageError
-from lego.journal import FILE, LOCK, Journal, Past, read
+from lego.journal import FILE, LOCK, Journal, Past, occupied, read
 from lego.lines import rows
 from lego.recipe import Recipe
 from lego.rollout.stored import GROUPS, Stored
 
 log = logging.getLogger(__name__)
 
-_OF_ENGINE = "replicas urls port env transfer pause admission restarts restart_window_s unhealthy_s start_timeout_s"
+_OF_ENGINE = (
+    "replicas urls port env transfer direct pause admission restarts restart_window_s unhealthy_s start_timeout_s"
+)
 _OF_TRAINER = "threads stall_s start_timeout_s activation_checkpointing cpu_offload world_size replicate"
 FREE = (
     *("steps", "run_dir", "fresh", "cache", "budget", "checkpoints", "fidelity", "validation.timeout_s"),
@@ -120,10 +122,8 @@ def open_journal(folder: Path, wanted: Mapping[str, Any], first: int) -> Journal
     journal = Journal(folder)
     past = journal.past
     if not past.identity:
-        if any(path.name not in (LOCK, FILE) for path in folder.iterdir()):
-            raise UsageError(
-                f"run_dir: {folder} is not empty; wanted a new or empty folder, or one of this recipe's run"
-            )
+        if told := occupied(folder):
+            raise UsageError(told)
         journal.run(wanted, first)
         return journal
     if past.finished:

@@ -55,9 +55,26 @@ class Validator:
                 self._record(moment, split, version, found, time.monotonic() - start)
 
     def lacking(self, moment: str, splits: Sequence[str]) -> list[str]:
-        """The splits that have tasks to measure and no rate of that moment yet."""
-        measured = self.journal.past.measured
-        return [split for split in splits if (moment, split) not in measured and all(self._asked(split))]
+        """The splits that have tasks to measure, and neither a rate of that moment nor none for ever."""
+        past = self.journal.past
+        settled = past.measured.keys() | past.lost
+        return [split for split in splits if (moment, split) not in settled and all(self._asked(split))]
+
+    def is_due(self, version: int) -> bool:
+        """Whether these weights are to be validated between start and end, and were not yet."""
+        every = self.recipe.validation.every
+        if not every or version % every or not self.journal.past.first < version < self.recipe.steps:
+            return False
+        return bool(self.lacking(f"step-{version}", ("heldout",)))
+
+    def give_up(self, version: int) -> None:
+        """Tells, once in a run, of each validation that is due for older weights than `version`, which are gone."""
+        for lost in filter(self.is_due, range(self.journal.past.first + 1, version)):
+            reason = f"it was not done when the run ended, which goes on from the checkpoint of version {version}"
+            log.warning("version %d will have no validation: %s", lost, reason)
+            self.out.store.event("validation_lost", version=lost, reason=reason)
+            self.out.store.sync()
+            self.journal.lost(f"step-{lost}", "heldout", reason)
 
     async def meanwhile(self, version: int, held: asyncio.Event) -> None:
         """The rate of held-out tasks by the weights as they are now, while training goes on with newer ones.

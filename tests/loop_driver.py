@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from lego.cli import load_recipe
+from lego.engine.transfer import Broadcast
 from lego.engine.usage import PoolUsage
 from lego.journal import Journal
 from lego.keeper import Keeper
@@ -57,6 +58,10 @@ class Pool:
         self.updates.append(version)
         self.version = version
 
+    async def update_from(self, source: "Trainer", version: int) -> None:
+        assert source.sends, "the recipe names no direct way"
+        await self.update(await source.export(version), version)
+
     def usage(self) -> PoolUsage:
         return PoolUsage()
 
@@ -71,8 +76,8 @@ class Pool:
 class Trainer:
     """Weights that are the list of what they were made of: for each step its samples."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.trained = folder, list[list[str]]()
+    def __init__(self, folder: Path, sends: bool = False) -> None:
+        self.folder, self.sends, self.trained = folder, sends, list[list[str]]()
 
     async def step(self, samples: Sequence[Sample], gates: object, *, on_policy: bool) -> Any:
         versions = {int(v) for s in samples for v in s.segment.versions_T[s.segment.mask_T]}
@@ -176,7 +181,10 @@ def recipe(
     )
     validation = replace(DEMO.validation, every=more.get("validate", 0), heldout_attempts=2)
     checkpoints = replace(DEMO.checkpoints, every=every)
-    return replace(DEMO, steps=steps, rollout=rollout, validation=validation, checkpoints=checkpoints)
+    engine = replace(DEMO.engine, direct=Broadcast() if more.get("direct") else None)
+    return replace(
+        DEMO, steps=steps, rollout=rollout, validation=validation, checkpoints=checkpoints, engine=engine
+    )  # fmt: skip
 
 
 async def live(own: Recipe, folder: Path, journal: Journal, pool: Pool, trials: Trials, trainer: Trainer) -> None:
@@ -213,7 +221,7 @@ def main() -> None:
         open_journal(folder, {"test": 1}, 0)
         journal = Dying(folder)
         journal.left = die_after
-        trainer, pool = Trainer(folder), Pool()
+        trainer, pool = Trainer(folder, own.engine.direct is not None), Pool()
         asyncio.run(live(own, folder, journal, pool, Trials(pool), trainer))
         (folder / "trained.json").write_text(json.dumps(trainer.trained))
 

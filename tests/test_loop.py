@@ -40,7 +40,11 @@ def trained(folder: Path) -> Counter[str]:
     return Counter(name for step in json.loads((folder / "trained.json").read_text()) for name in step)
 
 
-SETTINGS = [{"staleness": 0}, {"staleness": 1, "every": 1}, {"staleness": 2, "every": 2, "groups": 2, "steps": 5}]
+SETTINGS = [
+    {"staleness": 0},
+    {"staleness": 1, "every": 1},
+    {"staleness": 2, "every": 2, "groups": 2, "steps": 5, "direct": 1},
+]
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "-".join(f"{k}{v}" for k, v in fields.items()))

@@ -106,6 +106,23 @@ async def test_a_validation_that_was_interrupted_is_made_by_the_next_life(tmp_pa
     assert "step-2" in measured
 
 
+async def test_a_validation_that_was_cut_behind_a_checkpoint_is_told_once_as_lost(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(loop_driver, "Trials", Hanging)
+    own, past = recipe(steps=9, validate=2), Journal(tmp_path).past
+    for _ in range(2):
+        least = past.done + 3
+        running = asyncio.create_task(live(tmp_path, own, Trials(Pool(), pace_s=0.02)))
+        await interrupted(running, lambda least=least: Journal(tmp_path).past.done >= least)
+        past = Journal(tmp_path).past
+        assert saved(tmp_path)[-1] == f"step-{past.done:06d}"
+    monkeypatch.undo()
+    await live(tmp_path, own)
+    told = [e for e in lines(tmp_path / "events.jsonl") if e["kind"] in ("validation_lost", "measured")]
+    lost = [e["version"] for e in told if e["kind"] == "validation_lost"]
+    made = [e["version"] for e in told if e.get("moment", "").startswith("step-")]
+    assert lost[0] == 2 and sorted(lost + made) == [2, 4, 6, 8]
+
+
 class Died(Exception):
     """The end of a life."""
 
@@ -121,8 +138,7 @@ class Dying(Journal):
 
 
 @pytest.mark.parametrize("die_after", range(1, 34, 4))
-async def test_what_is_measured_is_told_once_whenever_the_run_died(tmp_path: Path, die_after: int, monkeypatch):
-    monkeypatch.setattr(loop, "SAVE_S", 0.2)  # nobody writes the groups any more that a step waits for
+async def test_what_is_measured_is_told_once_whenever_the_run_died(tmp_path: Path, die_after: int):
     own = recipe(steps=2, groups=7, staleness=0)
     for left in (die_after, 0):
         open_journal(tmp_path, {"test": 1}, 0)
@@ -183,10 +199,7 @@ async def test_a_step_that_found_others_for_its_useless_groups_does_not_end_the_
 
 
 @pytest.mark.parametrize(("staleness", "oversample"), [(0, 2), (3, 0)])
-async def test_whenever_a_run_dies_each_group_is_trained_once(
-    tmp_path: Path, staleness: int, oversample: int, monkeypatch
-):
-    monkeypatch.setattr(loop, "SAVE_S", 0.2)
+async def test_whenever_a_run_dies_each_group_is_trained_once(tmp_path: Path, staleness: int, oversample: int):
     own = recipe(steps=4, groups=2, staleness=staleness, every=2)
     own = replace(own, rollout=replace(own.rollout, concurrency=2, oversample=oversample))
     chance, lives = random.Random(oversample), 0

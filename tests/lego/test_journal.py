@@ -17,6 +17,7 @@ def some(folder: Path) -> Journal:
     for group, drop in ((0, None), (2, "flat"), (1, None)):
         journal.end(group, Ended(version=0, drop=drop, solved=1, asked=2, replaced=drop is not None))
     journal.step(0, [0])
+    journal.lost("step-2", "heldout", "the weights are gone")
     journal.measured("start", "heldout", Rate(1, 4))
     return journal
 
@@ -28,7 +29,7 @@ def test_what_is_read_again_is_what_was_told(tmp_path: Path):
     assert past.begun[1] == Begun(task="task-1", visit=0)
     assert past.ended[2] == Ended(version=0, drop="flat", solved=1, asked=2, replaced=True)
     assert past.steps == [(0,)]
-    assert past.measured == {("start", "heldout"): Rate(1, 4)}
+    assert past.measured == {("start", "heldout"): Rate(1, 4)} and past.lost == {("step-2", "heldout")}
     assert not past.finished
 
 

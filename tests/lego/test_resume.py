@@ -10,7 +10,7 @@ import pytest
 
 from lego.cli import load_recipe
 from lego.errors import UsageError
-from lego.journal import Ended, Journal
+from lego.journal import Ended, Journal, occupied
 from lego.observe.interval import Rate
 from lego.observe.store import open_run
 from lego.resume import claimed, home, identity, open_journal, unfinished
@@ -43,12 +43,23 @@ def test_another_recipes_folder_is_refused_with_what_differs(tmp_path: Path):
 def test_a_folder_with_something_else_or_a_finished_run_is_refused(tmp_path: Path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").touch()
-    with pytest.raises(UsageError, match="is not empty"):
+    with pytest.raises(UsageError) as refused:
         open_journal(tmp_path / "old", {"a": 1}, 0)
+    (told,) = [p for p in replace(DEMO, run_dir=tmp_path / "old").problems() if p.startswith("run_dir")]
+    assert told == str(refused.value) and "is not empty (file), wanted a new or empty folder" in told
     (tmp_path / "done").mkdir()
     open_journal(tmp_path / "done", {"a": 1}, 0).finish()
     with pytest.raises(UsageError, match="holds a finished run"):
         open_journal(tmp_path / "done", {"a": 1}, 0)
+
+
+def test_a_folder_in_which_no_run_began_is_one_to_begin_in(tmp_path: Path):
+    for name in ("lock", "journal.jsonl"):
+        assert occupied(tmp_path / "none") is None is occupied(tmp_path)
+        (tmp_path / name).touch()
+    assert open_journal(tmp_path, {"a": 1}, 0).past.identity == {"a": 1}
+    (tmp_path / "other.txt").touch()
+    assert list(replace(DEMO, run_dir=tmp_path).problems()) == []
 
 
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path):

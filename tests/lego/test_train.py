@@ -1,4 +1,4 @@
-"""A run ends in order at the first Ctrl-C or polite kill, and at once at the second."""
+"""What the command line takes; a run ends in order at the first Ctrl-C or polite kill, and at once at the second."""
 
 import os
 import pty
@@ -9,6 +9,10 @@ import time
 
 import pytest
 
+from harnesses.known import KNOWN
+from lego.cli import resolve
+
+DEMO = "recipes/demo.py"
 WORK = """
 import asyncio, sys
 from lego.cli import guarded
@@ -25,6 +29,31 @@ async def work():
 
 guarded(lambda: asyncio.run(_interruptible(work())))
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "fresh"),
+    [((), False), (("--fresh",), True), (("--no-fresh",), False), (("--fresh", "--steps", "3"), True)],
+)
+def test_a_fresh_run_is_asked_for_by_the_flag_alone(flags: tuple[str, ...], fresh: bool):
+    assert resolve([DEMO, *flags], "test")[1].fresh is fresh
+
+
+def test_the_program_itself_takes_the_flag_alone():
+    command = [sys.executable, "-m", "lego.train", DEMO, "--fresh", "--steps", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and "  steps: 0, wanted 1 or more" in found.stderr and "fresh" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("codx=2", f"'codx', wanted one of {', '.join(KNOWN)}"), ("codex=much", "'much', wanted a number")],
+)
+def test_what_is_wrong_with_one_harness_of_a_mix_is_told(word: str, told: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        resolve([DEMO, "--mix", "pi", word], "test")
+    shown = " ".join(line.strip("│ ") for line in capsys.readouterr().err.splitlines())
+    assert end.value.code == 2 and f"--mix: {word}: {told}" in shown
 
 
 class Started:
