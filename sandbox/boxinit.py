@@ -121,8 +121,8 @@ class Init:
             self.run(int(request), fds)
         elif verb == b"kill":
             self.kill(int(request))
-        elif verb == b"oom":
-            self.take_oom(int(request), fds[0])
+        elif verb == b"enter":
+            self.enter(int(request), int(words[0]), fds)
         elif verb == b"listen":
             self.listen(int(request), int(words[0]))
         return True
@@ -144,11 +144,22 @@ class Init:
             for fd in fds:
                 os.close(fd)
 
-    def take_oom(self, request: int, fd: int) -> None:
-        """Takes the file of its own memory score, open for writing, where its /proc is read-only."""
-        os.close(self.oom)
-        self.oom = fd
-        self.reply(request, 0)
+    def enter(self, request: int, groups: int, fds: list[int]) -> None:
+        """Joins control groups; then takes the file of its own memory score, open for writing, where there is one more.
+
+        A thread that moves itself need not wait, as one that moves another must, until no process forks or ends.
+        """
+        error = 0
+        for fd in fds[:groups]:
+            try:
+                os.write(fd, b"0")
+            except OSError as refused:
+                error = refused.errno or errno.EIO
+            os.close(fd)
+        for fd in fds[groups:]:
+            os.close(self.oom)
+            self.oom = fd
+        self.reply(request, error)
 
     def kill(self, request: int) -> None:
         """Kills every other process of the box and waits until they are gone."""
@@ -295,6 +306,7 @@ def main() -> None:
     limit_processes(int(pids), int(file_bytes))
     hide_from_agents()
     init.serve()
+    os._exit(0)  # the host waits for this end, and Python would take down its objects one by one
 
 
 if __name__ == "__main__":

@@ -147,8 +147,7 @@ async def open_box(sandbox: Bubblewrap, spec: BoxSpec) -> AsyncIterator[BubbleBo
         with closing(started.link):
             pid = (await _ready(started)).pid
             undo.callback(_end, _pidfd(pid), started.process)
-            await _give_oom_score(started.link, pid)
-            cgroup.join(pid)
+            await _enter(started.link, pid, cgroup)
             yield BubbleBox(spec, folder, started.link, cgroup)
             if started.link.lost and (complaint := started.complaint()):
                 log.warning("a box ended by itself: %s", complaint)
@@ -221,18 +220,21 @@ async def _ready(started: _Started) -> Reply:
         raise SandboxError(_explain(started.complaint())) from error
 
 
-async def _give_oom_score(link: Link, pid: int) -> None:
-    """Lets the box's first process write the one file that it wants of its /proc, where that is read-only."""
-    if rootfs.owns_kernel_files():
-        try:
-            fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SandboxError("the box ended while it started") from error
-        try:
-            reply = link.call("oom", fds=(fd,))
-        finally:
-            os.close(fd)
-        await reply
+async def _enter(link: Link, pid: int, cgroup: Cgroup) -> None:
+    """Lets the box's first process join its groups, and write the one file it wants of a /proc that is read-only."""
+    entrances = cgroup.entrances()
+    score = [Path(f"/proc/{pid}/oom_score_adj")] if rootfs.owns_kernel_files() else []
+    with ExitStack() as undo:
+        fds = []
+        for path in (*entrances, *score):
+            try:
+                fds.append(os.open(path, (os.O_WRONLY if path in entrances else os.O_RDWR) | os.O_CLOEXEC))
+            except OSError as error:
+                raise SandboxError(f"the box ended while it started, or may not be limited: {error}") from error
+            undo.callback(os.close, fds[-1])
+        reply = link.call("enter", len(entrances), fds=fds)
+    if status := (await reply).status:
+        raise SandboxError(f"cannot put the box into {entrances}: {os.strerror(status)}")
 
 
 def _explain(complaint: str) -> str:
@@ -267,9 +269,7 @@ def _end(pidfd: int, process: subprocess.Popen[bytes]) -> None:
     """Kills the box's first process and with it all others. Blocks until the kernel has ended every one."""
     with suppress(ProcessLookupError):  # it may have ended already
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    gone = select.poll()
-    gone.register(pidfd, select.POLLIN)
-    if not gone.poll(END_S * 1000):
+    if not _ends(pidfd, END_S):
         log.error("processes of a box did not end within %g s of being killed", END_S)
     os.close(pidfd)
     _stop(process, patience_s=1.0)
@@ -281,8 +281,16 @@ def _stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
     Half-way through its start it is not killed at once: its child may not yet die with it, and would stay for ever.
     It goes on to start the box's first process, which ends on the closed socket.
     """
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    if process.poll() is None:
+        pidfd = os.pidfd_open(process.pid)
+        if not _ends(pidfd, patience_s):
+            process.kill()
+        os.close(pidfd)
         process.wait()
+
+
+def _ends(pidfd: int, patience_s: float) -> bool:
+    """Whether a process ends within so many seconds. `Popen.wait` with a timeout would sleep between two looks."""
+    gone = select.poll()
+    gone.register(pidfd, select.POLLIN)
+    return bool(gone.poll(patience_s * 1000))

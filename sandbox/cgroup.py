@@ -156,13 +156,12 @@ class Cgroup:
             rows += [("cpu", "cpu.max", f"{quota} {PERIOD_US}", True)]
         return (row for row in rows if row[0] in self._folders)
 
-    def join(self, pid: int) -> None:
-        """Puts a process, and so all its later children, into the groups."""
-        for folder in self.folders:
-            try:
-                (folder / "cgroup.procs").write_text(str(pid))
-            except OSError as error:
-                raise SandboxError(f"cannot put the box into {folder}: {error}") from error
+    def entrances(self) -> list[Path]:
+        """A file for each group: a process with one thread that writes 0 there joins, and so do all its later children.
+
+        `tasks`, which version 1 has, moves one thread at once; `cgroup.procs` waits for all forks on the host.
+        """
+        return [folder / ("tasks" if self.version == "v1" else "cgroup.procs") for folder in self.folders]
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for want of memory."""

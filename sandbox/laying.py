@@ -69,7 +69,7 @@ for entry; do
   path="${entry#????}"
   chmod "${entry%"$path"}" "$path" || exit 255
 done' sh <"$t/modes" || exit 1
-xargs -0 sh -c 'for path; do [ ! -d "$path" ] || chmod u-w "$path"; done' sh <"$t/closed"
+xargs -0 sh -c 'for path; do [ -L "$path" ] || [ ! -d "$path" ] || chmod u-w "$path"; done' sh <"$t/closed"
 """
 """Lays a change set, whose parts come as a tar archive on the standard input, in the current folder.
 

@@ -115,7 +115,7 @@ def layout(spec: BoxSpec, folder: BoxFolder, files: Path, hide: tuple[Path, ...]
     """bwrap's arguments for the file system; later ones cover earlier ones."""
     empty = str(files / "empty")
     size = ["--size", str(spec.limits.disk_mib << 20)]
-    args = _host_system(files) if spec.image is None else _image_system(folder_of(spec.image), files)
+    args = [*(_host_system(files) if spec.image is None else _image_system(folder_of(spec.image), files))]
     args += ["--proc", "/proc", *_hidden_proc(empty)]
     args += ["--dev", "/dev", *_own_devices(folder), "--perms", "1777", *size, "--tmpfs", "/dev/shm"]
     args += ["--remount-ro", "/dev", *(["--remount-ro", "/proc"] if owns_kernel_files() else [])]
@@ -135,7 +135,8 @@ def _own_devices(folder: BoxFolder) -> Iterator[str]:
         yield from ("--dev-bind", str(node), f"/dev/{node.name}")
 
 
-def _host_system(files: Path) -> list[str]:
+@functools.cache
+def _host_system(files: Path) -> tuple[str, ...]:
     """The host's own programs under an /etc that tells nothing of the host."""
     args = ["--ro-bind", "/usr", "/usr"]
     for name in SYSTEM_LINKS:
@@ -143,7 +144,7 @@ def _host_system(files: Path) -> list[str]:
     args += ["--ro-bind", str(files / "etc"), "/etc", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     args += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dir", "/var"]
     home = python_home()
-    return [*args, "--ro-bind", str(home), str(home)] if home else args
+    return (*args, "--ro-bind", str(home), str(home)) if home else tuple(args)
 
 
 def _image_system(image: Path, files: Path) -> list[str]:
@@ -163,17 +164,19 @@ def _system(path: Path) -> list[str]:
     return ["--ro-bind", str(path), str(path)] if path.is_dir() else []
 
 
-def _hidden_proc(empty: str) -> Iterator[str]:
+@functools.cache
+def _hidden_proc(empty: str) -> tuple[str, ...]:
     """Covers kernel files that permission bits alone do not keep from a box.
 
     Programs in a box of the host's root are still uid 0 to these files: they could write
     /proc/sys/kernel/core_pattern, and so run programs on the host.
     """
-    yield from ("--ro-bind", "/proc/sys", "/proc/sys")
+    args = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for name in HIDDEN_PROC:
         path = Path("/proc", name)
         if path.exists():
-            yield from ("--ro-bind", empty if path.is_dir() else "/dev/null", str(path))
+            args += ["--ro-bind", empty if path.is_dir() else "/dev/null", str(path)]
+    return tuple(args)
 
 
 def environment(extra: Mapping[str, str] | None) -> dict[bytes, bytes]:

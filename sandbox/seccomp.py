@@ -4,6 +4,7 @@ It is a second line: the box has no capabilities and no nested user namespaces w
 """
 
 import errno
+import functools
 import struct
 
 ARCH_X86_64 = 0xC000003E
@@ -38,6 +39,7 @@ DENIED_ARGUMENTS = (
 CLONE, CLONE3 = 56, 435
 
 
+@functools.cache
 def filter_bytes(machine: str) -> bytes | None:
     """The filter for `--seccomp`; None where the machine (as `os.uname` names it) has none."""
     return b"".join(instructions()) if machine == "x86_64" else None

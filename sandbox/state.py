@@ -7,6 +7,7 @@ owner's start time, so a reused pid is not mistaken for it; BOOT and NAMESPACE s
 
 # ruff: noqa: PTH101, PTH104, PTH108
 import fcntl
+import functools
 import os
 import secrets
 import signal
@@ -225,6 +226,7 @@ def owner_lives(name: str) -> bool:
         return True
 
 
+@functools.cache
 def _boot() -> str:
     """Which start of this host it is; in short, as it is part of paths."""
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:SHORT]

@@ -57,14 +57,13 @@ def test_version_2_limits_are_written_and_read_back(tmp_path: Path, monkeypatch:
     assert group.folders == [folder]
     (folder / "memory.events").write_text("low 0\noom 4\noom_kill 3\noom_group_kill 0\n")
     assert group.oom_kills() == 3
-    group.join(77)
-    assert (folder / "cgroup.procs").read_text() == "77"
+    assert group.entrances() == [folder / "cgroup.procs"]
 
 
 def test_without_groups_nothing_is_limited_or_counted():
     group = Cgroup(Hierarchy(version="none"), "box-1")
     group.create(LIMITS)
-    group.join(1)
+    assert group.entrances() == []
     assert (group.folders, group.oom_kills(), group.limits("pids")) == ([], 0, False)
     remove_groups([])
 

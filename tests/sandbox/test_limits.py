@@ -1,6 +1,8 @@
 import asyncio
 import errno
 import os
+import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 from sandbox import bubble
 from sandbox.base import Box, BoxSpec, ExecResult, Limits, Sandbox, SandboxError
 from sandbox.bubble import Bubblewrap
+from sandbox.cgroup import Cgroup
 from sandbox.interpreter import python as host_python
+from sandbox.livebox import BubbleBox
 from tests.sandbox.conftest import process_count
 
 SMALL = Limits(memory_gib=0.125, pids=24, cpus=0.25, disk_mib=4, deadline_s=60)
@@ -211,3 +215,28 @@ async def test_a_box_ends_itself_after_its_deadline_when_nobody_ends_it(
 def test_old_kernels_that_count_processes_by_user_get_no_such_limit():
     assert not bubble._counts_per_namespace("5.4.0-150-generic")
     assert bubble._counts_per_namespace("5.14.0") and bubble._counts_per_namespace("6.18.44-fc")
+
+
+async def test_all_processes_of_a_box_are_in_its_groups(bubblewrap: Bubblewrap, plain: BoxSpec):
+    async with bubblewrap.open(plain) as box:
+        assert isinstance(box, BubbleBox)
+        result = await box.exec(["sh", "-c", "sleep 60 & sleep 60 & echo /proc/[0-9]*"])
+        left = len(result.stdout.split()) - 1  # all but the shell, which has ended
+        for folder in box.cgroup.folders:
+            assert len((folder / "cgroup.procs").read_text().split()) == left == 3
+
+
+async def test_a_box_that_cannot_be_limited_does_not_open(
+    bubblewrap: Bubblewrap, plain: BoxSpec, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Cgroup, "entrances", lambda self: [Path("/dev/full")])
+    with pytest.raises(SandboxError, match=r"cannot put the box into .*/dev/full.*: No space left"):
+        async with bubblewrap.open(plain):
+            pass
+
+
+def test_a_process_that_does_not_end_in_time_is_killed_and_collected():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        bubble._stop(process, patience_s=0.05)
+        assert process.returncode == -signal.SIGKILL
+        bubble._stop(process, patience_s=0.05)  # nothing is left to stop

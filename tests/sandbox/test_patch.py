@@ -340,3 +340,15 @@ def test_one_digest_for_the_same_changes():
     assert digest([link]) == digest([replace(link, mode=0o644)])
     assert digest([file, link]) == digest([link, file])
     assert len({digest([c]) for c in (link, file, replace(file, mode=0o600), replace(file, content=b""))}) == 4
+
+
+async def test_a_closed_folder_that_became_a_link_leaves_what_it_points_at_alone(sandbox: Sandbox, spec: BoxSpec):
+    (spec.base / "pkg" / "deep").chmod(0o555)
+    changes = [
+        Change(path=Path("pkg/deep"), kind="symlink", content=b"../open"),
+        Change(path=Path("pkg/deep/b.py"), kind="deleted"),
+        Change(path=Path("open"), kind="dir", mode=0o755),
+    ]
+    async with sandbox.open(spec) as box:
+        await apply_changes(box, changes)
+        assert await shell(box, "stat -c %a open; readlink pkg/deep") == "755\n../open\n"

@@ -2,8 +2,12 @@
 
 `python tools/bench/boxes.py [--json] [--only NAME] [--most N]`: the life of a box is open, run `true`, close. A trial
 is an edit in one box and the verdict of hidden tests in fresh ones, with no model and no harness. The bare tool does
-the same steps in the same run: `bwrap` with the same namespaces and mounts, and the engines through their own libraries
-with the same settings. 1, 8, 32 and 64 at once. Backends that this host does not have are skipped with the reason.
+the same steps in the same run: `bwrap` with the same namespaces, mounts and filter, and the engines through their own
+libraries with the same settings. 1, 8, 32 and 64 at once. Backends that this host does not have are skipped with the
+reason.
+
+Bare `bwrap` becomes the command, and knows no limits: it leaves out the control groups and the first process of a box,
+which takes commands for as long as the box lives and is a start of Python.
 """
 
 import argparse
@@ -104,15 +108,19 @@ class BareBwrap:
     def _run(self, argv: Sequence[str], work: Path, mounts: Sequence[Mount]) -> None:
         spec = BoxSpec(base=work, mounts=tuple(mounts), limits=LIMITS)
         with tempfile.TemporaryDirectory() as place, memory_file(filter_bytes(os.uname().machine) or b"") as seccomp:
-            folder = BoxFolder(Path(place))
-            for layer in (folder.upper, folder.work):
-                layer.mkdir(parents=True)
+            folder = BoxFolder(Path(place, "box"))
+            folder.path.mkdir()
+            if folder.fill(work, LIMITS.disk_mib):
+                folder.fill_devices()
             files = ["--bind", str(work), str(spec.workdir), "--chdir", str(spec.workdir)]
             command = [bwrap_path(), *NAMESPACES, *layout(spec, folder, files_folder(private_folder(self.state)), ())]
-            subprocess.run(
-                [*command, *files, "--seccomp", str(seccomp), "--", *argv], check=True, pass_fds=[seccomp],
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={},
-            )  # fmt: skip
+            try:
+                subprocess.run(
+                    [*command, *files, "--seccomp", str(seccomp), "--", *argv], check=True, pass_fds=[seccomp],
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={},
+                )  # fmt: skip
+            finally:
+                folder.remove()
 
 
 @dataclass(frozen=True)
