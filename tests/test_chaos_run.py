@@ -93,7 +93,7 @@ class Lives:
             time.sleep(0.1)
 
     def gave_up(self) -> None:
-        """It may: where the only engine dies in an update, for one. But not without a word, or by a bug."""
+        """It may, where an engine dies too often. But not without a word, or by a bug."""
         told = self.told()
         assert self.status() == 1 and "error: " in told and "Traceback" not in told, told
         self.struck.append("    and the run gave up")
@@ -168,7 +168,12 @@ def test_a_run_of_real_parts_that_die_at_random_is_exact_at_its_end(tmp_path: Pa
 
 
 def live_through(lives: Lives, chance: random.Random) -> None:
-    """All blows of the plan, a death after the last step and before its checkpoint, and a life to the end."""
+    """A death while engine and trainer start, all blows of the plan, a death after the last step and before its
+    checkpoint, and a life to the end."""
+    lives.driver()
+    time.sleep(chance.uniform(1, 12))
+    assert blows.kill_driver(lives.driver())
+    lives.ended({-9})
     for name, trials in plan(chance):
         lives.after(trials)
         time.sleep(chance.random())

@@ -72,7 +72,7 @@ async def test_a_look_up_of_a_name_is_an_outbound_try(drill: Drill) -> None:
 
 
 async def test_what_a_program_leaves_running_is_named(drill: Drill) -> None:
-    assert (await _toy(drill, "sleep 60 & true")).left == ("sleep",)
+    assert (await _toy(drill, "sleep 60 & sleep 1")).left == ("sleep",)  # by then it has its name
 
 
 async def test_seconds_and_memory_are_those_of_the_whole_process_tree(drill: Drill) -> None:
