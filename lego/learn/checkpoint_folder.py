@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lego.disk import sync_names
 from lego.errors import UsageError
 
 FORMAT = 1
@@ -142,21 +143,12 @@ def publish(folder: Path, meta: Meta) -> None:
         json.dump(asdict(meta) | {"metrics": finite}, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
-    _sync(part)
+    sync_names(part)
     if folder.exists():
         remove(folder)
     part.rename(folder)
-    _sync(folder.parent)
+    sync_names(folder.parent)
 
 
 def _step(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
-
-
-def _sync(folder: Path) -> None:
-    """Puts the names in a folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -83,7 +83,7 @@ def weights_folder(transfer: Transfer, wire: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def opened(spec: TrainerSpec, settings: Settings, logs: Path, temperature: float) -> "AsyncIterator[Trainer]":
     """The ranks started with these settings, and ready."""
-    shared = Path(settings.shared)
+    shared = Path(settings.places.shared)
     path = shared / "settings.json"
     settings.write(path)
     threads = max(1, spec.threads // spec.world_size)
@@ -91,7 +91,7 @@ async def opened(spec: TrainerSpec, settings: Settings, logs: Path, temperature:
     argv = [sys.executable, "-m", "lego.learn.launch", str(spec.world_size), str(logs), str(path)]
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(settings.control)
+        socket.bind(settings.places.control)
         async with Child(argv, env=env, log=logs / "launch.log", grace_s=5.0) as child:
             trainer = Trainer(spec, child, socket, logs, shared, temperature)
             await trainer.ready()

@@ -13,8 +13,8 @@ from lego.learn.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything a rank is told before its first command; paths are absolute."""
+class Places:
+    """Where data passes to and from the ranks."""
 
     control: str
     """Address of the socket on which rank 0 takes commands."""
@@ -26,6 +26,13 @@ class Settings:
     """Whether those files are written in place, in memory that engines share."""
     direct: Direct | None
     """How weights also go straight to engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a rank is told before its first command; paths are absolute."""
+
+    places: Places
     model: str
     layout: Layout
     export_dtype: DType
@@ -49,13 +56,13 @@ class Settings:
         values["layout"] = Layout(**values["layout"])
         values["schedule"] = Schedule(**values["schedule"])
         values["keep"] = Keep(**values["keep"])
-        values["direct"] = _direct(values["direct"])
+        values["places"] = Places(**values["places"] | {"direct": _direct(values["places"]["direct"])})
         values["algorithm"] = from_fields(values.pop("algorithm_name"), values["algorithm"])
         return cls(**values)
 
 
 def _direct(fields: Mapping[str, str] | None) -> Direct | None:
-    """Only a broadcast has fields."""
+    """Only a broadcast has fields, so a record without any is `CudaIpc`."""
     if fields is None:
         return None
     return Broadcast(**fields) if fields else CudaIpc()

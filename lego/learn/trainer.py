@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from lego.learn.algorithms import GSPO, Algorithm
 from lego.learn.checkpoint_folder import Keep
 from lego.learn.layout import MODEL_TYPES, Checkpointing, DType, Layout, layout_problems, model_sizes
 from lego.learn.schedule import Decay, Schedule
-from lego.learn.settings import Settings
+from lego.learn.settings import Places, Settings
 
 if TYPE_CHECKING:
     from lego.learn.client import Trainer
@@ -168,20 +168,22 @@ class TrainerSpec:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "failure.json").unlink(missing_ok=True)
         with wire_folder(shared) as wire, weights_folder(transfer or SharedMemory(), wire) as weights:
-            settings = self._settings(model, run, wire, algorithm or GSPO(), self.schedule(steps), keep or Keep())
-            settings = replace(settings, weights=str(weights), in_place=weights == wire, direct=direct)
+            places = Places(
+                control=f"ipc://{wire / 'control'}",
+                shared=str(wire),
+                weights=str(weights),
+                in_place=weights == wire,
+                direct=direct,
+            )
+            settings = self._settings(model, run, places, algorithm or GSPO(), self.schedule(steps), keep or Keep())
             async with opened(self, settings, logs, temperature) as trainer:
                 yield trainer
 
     def _settings(
-        self, model: Path, run: Path, shared: Path, algorithm: Algorithm, schedule: Schedule, keep: Keep
+        self, model: Path, run: Path, places: Places, algorithm: Algorithm, schedule: Schedule, keep: Keep
     ) -> Settings:
         return Settings(
-            control=f"ipc://{shared / 'control'}",
-            shared=str(shared),
-            weights=str(shared),
-            in_place=True,
-            direct=None,
+            places=places,
             model=str(model.resolve()),
             layout=self.layout,
             export_dtype=self.export_dtype or self.dtype,

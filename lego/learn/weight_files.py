@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from lego.disk import sync_names
 from lego.engine.transfer import UNFINISHED, VERSION
 from lego.errors import TrainerError
 
@@ -145,7 +146,7 @@ class Replaced:
         try:
             self._fill(part, version, tensors)
             part.rename(path)
-            _sync(self._folder)
+            sync_names(self._folder)
         except OSError as error:
             raise _no_room(self._folder, self._plan.size, error) from error
         finally:
@@ -186,12 +187,3 @@ def _no_room(folder: Path, wanted: int, error: OSError) -> TrainerError:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     return TrainerError(f"{folder}: weights need {wanted} bytes, {free} are free: {error.strerror}")
-
-
-def _sync(folder: Path) -> None:
-    """A rename is on disk once its folder is."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

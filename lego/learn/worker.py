@@ -99,8 +99,9 @@ class Worker:
             collections.deque(weights.held(), maxlen=0)
             return {}
         if self.files is None:
-            made = InPlace if self.settings.in_place else Replaced
-            self.files = made(Path(self.settings.weights), weights.forms(DTYPES[self.settings.export_dtype]))
+            places = self.settings.places
+            made = InPlace if places.in_place else Replaced
+            self.files = made(Path(places.weights), weights.forms(DTYPES[self.settings.export_dtype]))
         return {"path": str(self.files.write(version, weights.held()))}
 
     def send(self, url: str, life: str, version: int) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Worker:
             answer_for_vllm_cpu()
             from lego.engine.direct import Sender  # here, since it takes vLLM seconds to load
 
-            direct, dtype = self.settings.direct, DTYPES[self.settings.export_dtype]
+            direct, dtype = self.settings.places.direct, DTYPES[self.settings.export_dtype]
             assert direct is not None
             self.sender = Sender(direct, self.actors.policy.weights, dtype, self.device, self.rank)
         return {"failure": self.sender.send(url, life, version)}
@@ -190,14 +191,14 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     start = time.perf_counter()
     settings = Settings.read(Path(sys.argv[1]))
-    watchdog = Watchdog(Path(settings.shared), int(os.environ["RANK"]), settings.layout.stall_s)
+    watchdog = Watchdog(Path(settings.places.shared), int(os.environ["RANK"]), settings.layout.stall_s)
     watchdog.mark(FILE_PATIENCE)
     worker = Worker(settings, watchdog)
     gc.collect()
     gc.freeze()
     gc.enable()
     watchdog.rest()
-    driver = _connect(settings.control) if worker.rank == 0 else None
+    driver = _connect(settings.places.control) if worker.rank == 0 else None
     if driver is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         ready = {"ready_s": time.perf_counter() - start, "cpu_s": usage.ru_utime + usage.ru_stime}

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from lego.disk import sync_names
 from lego.errors import UsageError
 from lego.records import CallKind, Fidelity, Outcome, Segment, Trajectory
 
@@ -45,7 +46,7 @@ class Stored:
             os.fsync(file.fileno())
         part.rename(self._path(group))
         for folder in (self.folder, self.folder.parent):
-            _sync(folder)
+            sync_names(folder)
 
     def read(self, group: int) -> tuple[Trajectory, ...]:
         """The group's trials as they were written. UsageError for a file that is gone or damaged."""
@@ -77,15 +78,6 @@ class Stored:
 
     def _path(self, group: int) -> Path:
         return self.folder / f"{group:06d}.safetensors"
-
-
-def _sync(folder: Path) -> None:
-    """Puts the names in a folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(text: str, arrays: Mapping[str, np.ndarray]) -> str:

@@ -1,5 +1,6 @@
 """Files of JSON lines, cut off wherever a crash likes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,18 @@ def test_a_file_survives_a_crash_within_a_line(tmp_path: Path):
     assert list(rows(file)) == [{"n": 1}]
     append(file, {"n": 3})
     assert list(rows(file)) == [{"n": 1}, {"n": 3}]
+
+
+def test_a_file_has_its_name_on_the_disk_before_its_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done, file = list[tuple[Path, int]](), tmp_path / "kept.jsonl"
+
+    def fsync(handle: int) -> None:
+        done.append((Path(f"/proc/self/fd/{handle}").readlink(), file.stat().st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    append(file, {"n": 1})
+    append(file, {"n": 2})
+    assert done == [(tmp_path, 0), (file, 9), (file, 18)]
 
 
 def test_what_is_not_json_lines_of_records_is_refused(tmp_path: Path):
