@@ -182,9 +182,7 @@ def recipe(
     validation = replace(DEMO.validation, every=more.get("validate", 0), heldout_attempts=2)
     checkpoints = replace(DEMO.checkpoints, every=every)
     engine = replace(DEMO.engine, direct=Broadcast() if more.get("direct") else None)
-    return replace(
-        DEMO, steps=steps, rollout=rollout, validation=validation, checkpoints=checkpoints, engine=engine
-    )  # fmt: skip
+    return replace(DEMO, steps=steps, rollout=rollout, validation=validation, checkpoints=checkpoints, engine=engine)
 
 
 async def live(own: Recipe, folder: Path, journal: Journal, pool: Pool, trials: Trials, trainer: Trainer) -> None:

@@ -56,6 +56,6 @@ def test_an_outside_library_lives_in_few_files(library: str):
     assert users <= ONE_FILE[library], f"{library} is imported by {sorted(users - ONE_FILE[library])}"
 
 
-def test_only_the_launcher_and_the_plugin_import_vllm():
+def test_few_files_import_vllm():
     users = {str(p.relative_to(ROOT)) for p in MODULES if "vllm" in {n.split(".")[0] for n in imported(p)}}
     assert users <= {f"lego/engine/{name}.py" for name in ("plugin", "weights", "vllmcli", "gloo", "direct")}

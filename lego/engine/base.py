@@ -12,7 +12,7 @@ Progress = Callable[[Ids, Floats], None]
 """Hears all output ids and logprobs so far, each time more have come."""
 
 
-class WeightSource(Protocol):
+class WeightSender(Protocol):
     """Who has new weights: the trainer."""
 
     async def send(self, url: str, life: str, version: int) -> None:
@@ -55,7 +55,7 @@ class Pool(Engine, Protocol):
         """The newest weights, 0 before any update."""
         ...
 
-    async def update_from(self, source: WeightSource, version: int) -> None:
+    async def update_from(self, source: WeightSender, version: int) -> None:
         """As `update`, but sent straight to each server; the file comes after, for those that are to have it later."""
         ...
 

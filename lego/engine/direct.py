@@ -9,10 +9,11 @@ import collections
 import json
 import logging
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,8 @@ ANSWER_S = 300.0
 """Time for each of a server's answers."""
 BUFFER_BYTES = 256 << 20
 """Of tensors that travel together between GPUs; twice this is held at both ends of a broadcast."""
+_SHOWN = 200
+"""Bytes of an answer that a message shows."""
 
 
 class Held(Protocol):
@@ -50,9 +53,17 @@ class Source(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, form.dtype, tuple(form.shape)) for name, form in self._forms.items()]
 
+    def chunk_bytes(self) -> int:
+        """Room for tensors that travel together: the largest alone, where it is larger than what else travels."""
+        return max([BUFFER_BYTES, *(form.nbytes for form in self._forms.values())])
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights.held(everywhere=self._everywhere):
             yield name, tensor.to(device=self._device, dtype=self._forms[name].dtype)
+
+    def gather(self) -> None:
+        """Goes through all for the sake of the other ranks, and keeps nothing."""
+        collections.deque(self, maxlen=0)
 
 
 class Client(HTTPVLLMWeightSyncClient):
@@ -71,7 +82,16 @@ class Client(HTTPVLLMWeightSyncClient):
 
     def workers(self) -> int:
         """How many processes of the server take weights; 0 after a failure."""
-        return int(json.loads(self._ask("get_world_size", None) or b'{"world_size": 0}')["world_size"])
+        said = self._ask("get_world_size", None)
+        if said is None:
+            return 0
+        try:
+            workers = int(json.loads(said)["world_size"])
+        except (ValueError, LookupError, TypeError):
+            workers = 0
+        if workers < 1:
+            self.fail(f"/get_world_size: {said[:_SHOWN]!r}, wanted world_size, 1 or more")
+        return max(workers, 0)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         super().init_weight_transfer_engine({"way": self._way, "info": init_info})
@@ -80,7 +100,7 @@ class Client(HTTPVLLMWeightSyncClient):
         super().finish_weight_update(weight_version or str(self.version))
 
     def fail(self, why: str) -> None:
-        """Keeps a failure and lets go of the other end."""
+        """Keeps a failure and lets go of the other end. From any thread."""
         self.failures.append(why)
         self.hang_up()
 
@@ -96,36 +116,41 @@ class Client(HTTPVLLMWeightSyncClient):
             with self._open(request, timeout=self.timeout) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
-            self.fail(f"/{path}: status {error.code}: {error.read(500).decode(errors='replace')}")
-        except OSError as error:
-            self.fail(f"/{path}: {error}")
+            self.fail(f"/{path}: status {error.code}: {_words(error)}")
+        except (OSError, HTTPException) as error:
+            self.fail(f"/{path}: {error or type(error).__name__}")
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Silenced:
     """A communicator whose failures are the client's: it says nothing more, and the sender goes on to its end."""
 
-    group: Any
-    client: Client
+    def __init__(self, group: Any, client: Client) -> None:
+        self._group, self._client = group, client
+        self._ending = threading.Lock()
+        self._ended = False
 
     def broadcast(self, tensor: torch.Tensor, **how: Any) -> None:
-        if not self.client.failures:
+        if not self._client.failures:
             try:
-                self.group.broadcast(tensor, **how)
+                self._group.broadcast(tensor, **how)
             except RuntimeError as error:
-                self.client.fail(f"broadcast: {error}")
+                self._client.fail(f"broadcast: {error}")
 
     def destroy(self) -> None:
-        self.group.destroy()
+        """Once, whoever asks for it: both threads of a sending may fail, and NCCL frees a communicator each time."""
+        with self._ending:
+            if not self._ended:
+                self._ended = True
+                self._group.destroy()
 
 
 class Line:
-    """An open way to one server, at this rank's end."""
+    """An open way to one server in one of its lives, at this rank's end."""
 
-    def __init__(self, url: str, source: Source, device: torch.device, rank: int, direct: Direct) -> None:
+    def __init__(self, url: str, life: str, source: Source, device: torch.device, rank: int, direct: Direct) -> None:
         """Opens it; where that fails, the failure is told when something is to be sent."""
-        self._source, self._rank = source, rank
+        self.life, self._source, self._rank = life, source, rank
         self._client = Client(url, _way(direct, device))
         self._engine = self._broadcaster(direct, device) if isinstance(direct, Broadcast) else self._exporter()
 
@@ -133,18 +158,20 @@ class Line:
         """Start, all weights, finish; why it failed, or None. All ranks gather all weights either way."""
         self._client.version = version
         if self._engine is None:
-            collections.deque(self._source, maxlen=0)
+            self._source.gather()
         else:
             self._engine.send_weights()
         return "; ".join(self._client.failures) or None
 
     def close(self) -> None:
         """Lets go of this end."""
+        self._client.hang_up = lambda: None  # it holds the group, which holds the client: a ring, and its sockets
         if self._engine is not None:
             self._engine.shutdown()
 
     def _exporter(self) -> TrainerWeightTransferEngine:
-        info = IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=BUFFER_BYTES)
+        room = self._source.chunk_bytes()  # vLLM refuses a tensor that does not fit, such as a large embedding
+        info = IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=room)
         return IPCTrainerWeightTransferEngine.trainer_init(info, client=self._client, source=self._source)
 
     def _broadcaster(self, direct: Broadcast, device: torch.device) -> TrainerWeightTransferEngine | None:
@@ -165,7 +192,7 @@ class Line:
         except RuntimeError as error:
             self._client.fail(f"opening the way to it: {error}")
             return None
-        group = _Silenced(group=engine.model_update_group, client=self._client)
+        group = _Silenced(engine.model_update_group, self._client)
         engine.model_update_group = group  # type: ignore[assignment]
         self._client.hang_up = group.destroy
         return engine
@@ -176,30 +203,38 @@ class Sender:
 
     def __init__(self, direct: Direct, weights: Held, dtype: torch.dtype, device: torch.device, rank: int) -> None:
         everywhere = _way(direct, device) == "ipc"
-        self._direct, self._weights, self._device, self._rank = direct, weights, device, rank
+        self._direct, self._device, self._rank = direct, device, rank
         self._source = Source(weights, dtype, device=device, everywhere=everywhere)
         self._partakes = everywhere or rank == 0
-        self._lines: dict[str, tuple[str, Line]] = {}
+        self._lines: dict[str, Line] = {}
 
     def send(self, url: str, life: str, version: int) -> str | None:
         """Brings a server these weights; why it failed, or None. A server's way is kept for its `life`."""
         if not self._partakes:
-            collections.deque(self._weights.held(), maxlen=0)
+            self._source.gather()
             return None
-        known, line = self._lines.get(url, ("", None))
-        if line is None or known != life:
-            line = self._open(url, line)
-            self._lines[url] = life, line
-        failure = line.send(version)
+        failure = self._line(url, life).send(version)
         if failure is not None:
             log.warning("weights version=%d did not reach %s: %s", version, url, failure)
-            self._lines.pop(url)[1].close()
+            self._lines.pop(url).close()
         return failure
 
-    def _open(self, url: str, old: Line | None) -> Line:
-        if old is not None:
-            old.close()
-        return Line(url, self._source, self._device, self._rank, self._direct)
+    def _line(self, url: str, life: str) -> Line:
+        """The way to this life of a server; one to an earlier life is closed."""
+        line = self._lines.get(url)
+        if line is None or line.life != life:
+            if line is not None:
+                line.close()
+            line = self._lines[url] = Line(url, life, self._source, self._device, self._rank, self._direct)
+        return line
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    """What a refusal says, as far as it comes."""
+    try:
+        return error.read(500).decode(errors="replace")
+    except (OSError, HTTPException) as broken:
+        return f"({broken})"
 
 
 def _way(direct: Direct, device: torch.device) -> str:

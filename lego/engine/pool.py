@@ -1,7 +1,8 @@
-"""Engines that answer as one: calls stay with their session's engine, survive its death, and weights change together.
+"""Engines that answer as one: calls stay with their session's engine, survive its death, and get new weights.
 
-A replica is in one of three states: it serves the newest weights; it serves older ones because it is pinned; it does
-not serve, until it is back with the newest. No replica ever serves weights of which only a part has arrived.
+A replica is in one of three states: it serves the newest weights; it serves older ones, because it is pinned or what is
+sent has not come to it yet; it does not serve, until it is back with the newest. No replica ever serves weights of
+which only a part has arrived.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from lego.engine.admission import Admission, Gate, Want
-from lego.engine.base import Progress, WeightSource
+from lego.engine.base import Progress, WeightSender
 from lego.engine.placing import Places
 from lego.engine.replica import Common, Replica, Restarts, Start, Weights
 from lego.engine.splice import Told
@@ -138,7 +139,7 @@ class EnginePool:
         file = await asyncio.to_thread(check_weights_file, weights, version)
         await self._update(partial(self._load, Weights(file=file, version=version)))
 
-    async def update_from(self, source: WeightSource, version: int) -> None:
+    async def update_from(self, source: WeightSender, version: int) -> None:
         """See `Pool.update_from`: one replica after the other, while the rest samples; failures are as for `update`."""
         await self._update(partial(self._receive, source, version))
 
@@ -165,7 +166,7 @@ class EnginePool:
         try:
             async with asyncio.TaskGroup() as group:
                 for replica in chosen:
-                    group.create_task(_tried(replica, replica.load(weights), pauses))
+                    group.create_task(_taken(replica, replica.load(weights), pauses))
         except asyncio.CancelledError:
             if pauses:  # who has the new weights keeps them, the others get them
                 self._adopt(weights)
@@ -173,12 +174,18 @@ class EnginePool:
         self._adopt(weights)
         return pauses
 
-    async def _receive(self, source: WeightSource, version: int, chosen: Sequence[Replica]) -> list[float]:
+    async def _receive(self, source: WeightSender, version: int, chosen: Sequence[Replica]) -> list[float]:
         """The pauses of those that the weights were sent to; then the file is there for the others."""
         pauses: list[float] = []
-        for replica in chosen:
-            await _tried(replica, replica.receive(source, version), pauses)
-        self._adopt(Weights(file=await source.export(version), version=version))
+        try:
+            for replica in chosen:
+                await _taken(replica, replica.receive(source, version), pauses)
+            file = await source.export(version)
+        except BaseException:
+            for replica in chosen:  # nobody else can get weights that no file holds
+                await replica.drop(version)
+            raise
+        self._adopt(Weights(file=file, version=version))
         return pauses
 
     def _adopt(self, weights: Weights) -> None:
@@ -296,7 +303,7 @@ def _may_serve(replica: Replica, pin: "Pinned | None") -> bool:
     return not replica.behind if pin is None else pin.replica is replica and replica.engine.version == pin.version
 
 
-async def _tried(replica: Replica, taken: Awaitable[float], pauses: list[float]) -> None:
+async def _taken(replica: Replica, taken: Awaitable[float], pauses: list[float]) -> None:
     """Adds a replica's pause; one that fails is dead, and comes back with the newest weights."""
     try:
         pauses.append(await taken)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lego.engine.admission import Gate
-from lego.engine.base import WeightSource
+from lego.engine.base import WeightSender
 from lego.engine.usage import Growth, Reading
 from lego.engine.vllm_client import VllmEngine
 from lego.errors import EngineError
@@ -105,6 +105,8 @@ class Replica:
         self.queries, self.hits = Growth(), Growth()
         self._start, self._limits, self._common = start, limits, common
         self._deaths: list[tuple[float, str]] = []
+        self._served = False
+        """Whether it came to serve in its last life."""
 
     @property
     def serves(self) -> bool:
@@ -129,18 +131,27 @@ class Replica:
     async def load(self, weights: Weights) -> float:
         """Gives it these weights and returns the seconds that it sampled nothing; after an EngineError it is dead."""
         assert self.engine is not None
-        return self._changed(await self.engine.load(weights.file, weights.version))
+        pause_s = await self.engine.load(weights.file, weights.version)
+        self._renewed()
+        return pause_s
 
-    async def receive(self, source: WeightSource, version: int) -> float:
+    async def receive(self, source: WeightSender, version: int) -> float:
         """As `load`, of weights that their source sends."""
         if self.engine is None:
             raise EngineError("it ended before its turn came")
-        return self._changed(await self.engine.receive(source, version))
+        pause_s = await self.engine.receive(source, version)
+        self._renewed()
+        return pause_s
 
-    def _changed(self, pause_s: float) -> float:
+    async def drop(self, version: int) -> None:
+        """Has it start again if it holds this version, which is not to stay."""
+        if self.engine is not None and self.engine.version == version:
+            await self.engine.break_off(f"the update to version {version} was not finished")
+
+    def _renewed(self) -> None:
+        """It has the newest weights, and an empty cache."""
         self.cache += 1
         self.behind = False
-        return pause_s
 
     async def _life(self) -> EngineError:
         """One server from its start to its end, which is told."""
@@ -173,13 +184,13 @@ class Replica:
             elif self._start.fresh or not self.cache:
                 await self._first_label(engine)
             else:
-                raise EngineError("an update of it failed, and it cannot be given the policy's own weights again")
+                raise EngineError("it may hold any weights, and cannot be given the policy's own again")
             try:
                 async with asyncio.timeout(self._limits.unhealthy_s):  # nobody else can load or pin meanwhile
                     await engine.check_logprobs()
             except TimeoutError as error:
                 raise EngineError(f"no first token within {self._limits.unhealthy_s:g} s") from error
-            self.engine, self.behind = engine, False
+            self.engine, self.behind, self._served = engine, False, True
             self.cache += 1
         if not self.up.done():
             self.up.set_result(None)
@@ -230,9 +241,13 @@ class Replica:
         self.gate.read(self.reading)
 
     async def _died(self, cause: str) -> None:
-        """Counts a death; gives the replica up after too many, which is told by the first one."""
+        """Counts a death; gives the replica up after too many, which is told by the first one.
+
+        Deaths grow old only for one that served since: others may take longer to start than the window is.
+        """
         now, limits = asyncio.get_running_loop().time(), self._limits
-        self._deaths = [(at, why) for at, why in self._deaths if now - at < limits.window_s] + [(now, cause)]
+        recent = [(at, why) for at, why in self._deaths if now - at < limits.window_s or not self._served]
+        self._deaths, self._served = [*recent, (now, cause)], False
         deaths = len(self._deaths)
         if deaths > limits.most:
             more = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lego.engine.base import Progress
+from lego.engine.base import Progress, WeightSender
 from lego.engine.usage import PoolUsage
 from lego.errors import EngineError
 from lego.records import Floats, Generation, Ids, Routing, Sampling, VersionSpan
@@ -107,6 +107,10 @@ class ScriptedEngine:
             await self._free.wait()
         self.updates.append((weights, version))
         self.version = version
+
+    async def update_from(self, source: WeightSender, version: int) -> None:
+        """See `Pool.update_from`; it has no way of its own."""
+        await self.update(await source.export(version), version)
 
     @asynccontextmanager
     async def pinned(self) -> "AsyncIterator[ScriptedEngine]":

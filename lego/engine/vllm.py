@@ -20,7 +20,7 @@ from lego.child import Child
 from lego.engine.admission import Admission
 from lego.engine.folder import ModelFolder, read_model_folder
 from lego.engine.plugin import BACKEND
-from lego.engine.transfer import CudaIpc, Direct, SharedMemory, Transfer
+from lego.engine.transfer import Broadcast, CudaIpc, Direct, SharedMemory, Transfer
 from lego.errors import EngineError, UsageError
 from sandbox.base import Progress, no_progress
 
@@ -105,6 +105,18 @@ class VllmServer:
         if self.restart_window_s <= 0:
             yield f"engine.restart_window_s: {self.restart_window_s}, wanted over 0"
         yield from self.admission.problems()
+        yield from self._way_problems()
+
+    def _way_problems(self) -> Iterator[str]:
+        """Of how weights come."""
+        if not isinstance(self.transfer, Transfer):
+            yield f"engine.transfer: {self.transfer!r}, wanted SharedMemory() or SharedFolder(path=...)"
+        if not isinstance(self.direct, Direct | None):
+            yield f"engine.direct: {self.direct!r}, wanted Broadcast(), CudaIpc() or None"
+        if isinstance(self.direct, Broadcast) and not _is_ours(self.direct.host):
+            yield f"engine.direct.host: {self.direct.host!r}, wanted an address of this machine"
+        if isinstance(self.direct, CudaIpc) and is_cpu_wheel():
+            yield "engine.direct: CudaIpc, wanted Broadcast or None: vLLM is here as its CPU wheel"
 
     @asynccontextmanager
     async def open(
@@ -132,8 +144,6 @@ class VllmServer:
         folder = replace(folder, stop_ids=tuple(dict.fromkeys([*folder.stop_ids, *stop_ids])))
         if self.routing and not folder.moe_layers:
             raise UsageError(f"routing is on but model folder {model} has no routed experts")
-        if isinstance(self.direct, CudaIpc) and is_cpu_wheel():
-            raise UsageError("engine.direct: CudaIpc, wanted Broadcast or None: vLLM is here as its CPU wheel")
         server = replace(self, routing=bool(folder.moe_layers)) if self.routing is None else self
         with ExitStack() as ports:
             if self.urls:
@@ -273,6 +283,16 @@ def is_cpu_wheel() -> bool:
     if not names:
         raise UsageError("vLLM is not installed: install lego-rl[cpu] or lego-rl[gpu]")
     return "vllm" not in names
+
+
+def _is_ours(host: str) -> bool:
+    """Whether this is an address, or the name of one, that others reach this machine at."""
+    try:
+        with socket.socket() as there:
+            there.bind((host, 0))
+    except OSError:
+        return False
+    return bool(host)
 
 
 def reserve_port(port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 
 from lego.engine.answer import Answer, Asked, request_body
-from lego.engine.base import Progress, WeightSource
+from lego.engine.base import Progress, WeightSender
 from lego.engine.folder import ModelFolder
 from lego.engine.transfer import check as check_weights_file
 from lego.engine.usage import Reading, read_metrics
@@ -121,7 +121,7 @@ class VllmEngine:
         weights = check_weights_file(weights, version)
         return await self._change(partial(self._read, weights, version), version)
 
-    async def receive(self, source: WeightSource, version: int) -> float:
+    async def receive(self, source: WeightSender, version: int) -> float:
         """As `load`, of weights that their source sends."""
         return await self._change(partial(source.send, self.url, self.life, version), version)
 
@@ -219,6 +219,7 @@ class VllmEngine:
         self, method: str, path: str, limit: aiohttp.ClientTimeout = NO_LIMIT, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A 200 answer while it is read; EngineError with the path if it breaks off or is another."""
+        self._check_usable()  # a closed session would raise what is no EngineError
         try:
             async with self._http.request(method, path, timeout=limit, **options) as response:
                 if response.status != 200:

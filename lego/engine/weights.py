@@ -26,7 +26,7 @@ from lego.engine.transfer import WeightsFile
 
 
 @dataclass
-class Line(WeightTransferInitInfo):
+class Way(WeightTransferInitInfo):
     """A way straight from the trainer: `nccl`, `ipc` or `gloo`, and what vLLM's engine of it wants to know."""
 
     way: str
@@ -42,11 +42,11 @@ class FileUpdate(WeightTransferUpdateInfo):
     """What the file must hold, if it says what it holds; None takes any."""
 
 
-class CheckedEngine(WeightTransferEngine[Line, FileUpdate]):
+class CheckedEngine(WeightTransferEngine[Way, FileUpdate]):
     """Loads weights through vLLM's layerwise reload, which packs each layer again for its kernels: from a file, or from
     the trainer itself once a way to it is open."""
 
-    init_info_cls = Line
+    init_info_cls = Way
     update_info_cls = FileUpdate
 
     def __init__(self, *args: Any) -> None:
@@ -54,7 +54,7 @@ class CheckedEngine(WeightTransferEngine[Line, FileUpdate]):
         self._file: WeightsFile | None = None
         self._line: WeightTransferEngine | None = None
 
-    def init_transfer_engine(self, init_info: Line) -> None:
+    def init_transfer_engine(self, init_info: Way) -> None:
         self._hang_up()
         line = _kind(init_info.way)(self.config, self.vllm_config, self.device, self.model)
         line.init_transfer_engine(line.parse_init_info(init_info.info))
@@ -116,17 +116,19 @@ class CheckedEngine(WeightTransferEngine[Line, FileUpdate]):
 
 def _kind(way: str) -> type[WeightTransferEngine]:
     """The worker's end of a way; imported only here, where one is opened."""
-    if way == "gloo":
-        from lego.engine.gloo import GlooEngine
+    if way == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        return GlooEngine
+        return NCCLWeightTransferEngine
     if way == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
         return IPCWeightTransferEngine
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    if way == "gloo":
+        from lego.engine.gloo import GlooEngine
 
-    return NCCLWeightTransferEngine
+        return GlooEngine
+    raise ValueError(f"way: {way!r}, wanted nccl, ipc or gloo")
 
 
 def tied(model: torch.nn.Module) -> Iterator[Any]:

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+FILE_PATIENCE = 20.0
+"""Commands that move whole models may take so many times longer without progress."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lego.learn import hf_folder, titan_cpu  # before torchtitan, which it makes importable without an accelerator
 from lego.learn.layout import Layout
+from lego.learn.progress import FILE_PATIENCE
 from lego.learn.replay import Replay
 from lego.learn.titan_models import Architecture, Head, architecture, matches
 from lego.learn.titan_parts import ReplayRouter
@@ -48,7 +49,8 @@ class _Sizes:
 
 def init_distributed(layout: Layout) -> torch.device:
     """Joins this rank's process group and returns its device."""
-    comm = CommConfig(init_timeout_seconds=int(2 * layout.stall_s), trace_buf_size=0)
+    # The watchdog ends a stuck rank; the others wait as long as it may, as in a sending whose server is slow.
+    comm = CommConfig(init_timeout_seconds=int(2 * FILE_PATIENCE * layout.stall_s), trace_buf_size=0)
     # Offloaded gradients are summed for their norm where they lie.
     dist_utils.init_distributed(comm, enable_cpu_backend=_offloads(layout))
     dist_utils.set_spmd_backend("partial_dtensor")

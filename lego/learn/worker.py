@@ -30,7 +30,7 @@ from lego.learn import hf_folder, packing, titan  # noqa: E402
 from lego.learn.algorithms import ActorCritic  # noqa: E402
 from lego.learn.checkpoint import Checkpointer  # noqa: E402
 from lego.learn.optimizer import AdamW  # noqa: E402
-from lego.learn.progress import Watchdog  # noqa: E402
+from lego.learn.progress import FILE_PATIENCE, Watchdog  # noqa: E402
 from lego.learn.schedule import Schedule  # noqa: E402
 from lego.learn.settings import Settings  # noqa: E402
 from lego.learn.step import Actors, Plan, train_step  # noqa: E402
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FILE_PATIENCE = 20.0
-"""Commands that read or write models may take so many times longer without progress."""
 
 
 class Worker:

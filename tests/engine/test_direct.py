@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +17,10 @@ import torch
 from lego.engine.pool import EnginePool
 from lego.engine.transfer import Broadcast, CudaIpc, Direct
 from lego.engine.vllm import VllmServer
-from lego.errors import UsageError
 from lego.learn.trainer import TrainerSpec
 from lego.records import Sampling
 from tests.engine.reference import reference
+from tests.engine.test_pool_live import kill_server
 from tests.tiny import write_model
 
 SERVER = VllmServer(replicas=2, dtype="float32", kv_cache_mib=64, max_num_seqs=4, direct=Broadcast())
@@ -90,10 +89,23 @@ def test_a_server_that_is_not_there_is_named_and_all_is_gathered(sent: dict[str,
     assert sent["nobody"]["gathered"] == 3
 
 
-async def test_gpu_memory_is_not_shared_where_there_is_none(tiny_model: Path, tmp_path: Path):
-    with pytest.raises(UsageError, match=r"engine\.direct: CudaIpc, wanted Broadcast or None"):
-        async with replace(SERVER, direct=CudaIpc()).open(tiny_model, tmp_path):
-            pass
+@pytest.mark.parametrize("answer", ["html", "list", "none", "word", "empty", "cut", "ssh", "silent"])
+def test_a_server_that_answers_garbage_fails_alone_and_all_is_gathered(sent: dict[str, Any], answer: str):
+    found = sent["garbled"][answer]
+    assert found["failure"].startswith("/get_world_size: ")
+    assert found["gathered"] == 3, "the trainer would end, or another rank wait"
+
+
+def test_a_life_that_is_over_leaves_nothing_open(sent: dict[str, Any]):
+    assert max(sent["kept"]) <= sent["kept"][0] + 2, "sockets that wait for the collector"
+
+
+def test_a_group_is_destroyed_once_whoever_asks_for_it(sent: dict[str, Any]):
+    assert sent["ended"] == 1
+
+
+def test_a_tensor_larger_than_the_buffer_has_a_buffer_of_its_size(sent: dict[str, Any]):
+    assert sent["rooms"] == [1, 6]
 
 
 @pytest.mark.gpu
@@ -136,7 +148,7 @@ async def test_two_ranks_bring_two_servers_their_weights_and_the_file_those_that
         victim = pool._replicas[0]
         assert victim.engine is not None and victim.engine.pid is not None
         update = asyncio.create_task(pool.update_from(trainer, 3))
-        os.kill(victim.engine.pid, signal.SIGKILL)
+        kill_server(victim.engine.pid)
         await update
         await until(lambda: victim.serves and victim.restarts == 1)
         assert await versions(pool, other) == [3, 3]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
+from aiohttp import ClientError, web
 from aiohttp.test_utils import TestServer
 
 from lego.engine import pool as pools
@@ -20,7 +20,7 @@ from lego.engine.base import Pool
 from lego.engine.pool import EnginePool
 from lego.engine.replica import Restarts, Start
 from lego.engine.vllm_client import VllmEngine, connect
-from lego.errors import EngineError
+from lego.errors import EngineError, TrainerError
 from lego.records import Floats, Generation, Ids, Sampling
 from tests.engine.test_vllm_client import DENSE, chunk, stream
 
@@ -180,7 +180,7 @@ async def pooled(*fakes: Fake, most: int = 3, unhealthy_s: float = 60.0, **optio
         [Start(open=fake.start) for fake in fakes],
         admission=options.get("admission", Admission()),
         most_tokens=options.get("most_tokens", 0),
-        restarts=Restarts(most=most, window_s=600.0, unhealthy_s=unhealthy_s),
+        restarts=Restarts(most=most, window_s=options.get("window_s", 600.0), unhealthy_s=unhealthy_s),
     )
     async with asyncio.timeout(20), pool.open() as opened:
         yield opened
@@ -428,7 +428,7 @@ async def test_weights_that_no_server_can_take_are_an_error_with_the_first_cause
         assert [fake.starts for fake in fakes] == [2, 2]
 
 
-class Direct:
+class Sending:
     """Weights that are sent straight to servers, as `lego.engine.direct` does; the file is there after `export`."""
 
     def __init__(self, file: Path, fakes: Sequence[Fake]) -> None:
@@ -437,21 +437,35 @@ class Direct:
         """Each act's name, with which servers were paused then and what versions they had."""
         self.lives: list[str] = []
         self.dies_after = 99
+        self.breaks = ""
+        """What ends the trainer: `send`, at its second one, or `export`; `hang`: its second sending never ends."""
 
     async def send(self, url: str, life: str, version: int) -> None:
         self._see("send")
         self.lives.append(life)
+        if self.breaks == "send" and len(self.lives) == 2:
+            raise TrainerError("rank 1 failed")
+        if self.breaks == "hang" and len(self.lives) == 2:
+            await asyncio.sleep(60)
+        try:
+            await self._sent(url, version)
+        except ClientError as error:
+            raise EngineError(f"weights from the trainer: {error}") from error
+        self.dies_after -= 1
+        if not self.dies_after:
+            self.fakes[1].dead = True
+
+    async def _sent(self, url: str, version: int) -> None:
         async with connect(url) as http:
             for path, body in (("start", {}), ("update", {}), ("finish", {"weight_version": str(version)})):
                 async with http.post(f"/{path}_weight{'s' if path == 'update' else '_update'}", json=body) as answer:
                     if answer.status != 200:
                         raise EngineError(f"weights from the trainer: {await answer.text()}")
-        self.dies_after -= 1
-        if not self.dies_after:
-            self.fakes[1].dead = True
 
     async def export(self, version: int) -> Path:
         self._see("export")
+        if self.breaks == "export":
+            raise TrainerError("no room")
         return self.file
 
     def _see(self, what: str) -> None:
@@ -460,7 +474,7 @@ class Direct:
 
 async def test_weights_are_sent_to_one_server_after_the_other_while_the_rest_samples(weights: Path):
     fakes = [Fake(), Fake()]
-    source = Direct(weights, fakes)
+    source = Sending(weights, fakes)
     async with pooled(*fakes) as pool:
         await pool.update_from(source, 1)
         await pool.update_from(source, 2)
@@ -476,7 +490,7 @@ async def test_weights_are_sent_to_one_server_after_the_other_while_the_rest_sam
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
 async def test_servers_that_weights_did_not_reach_start_again_with_the_file(weights: Path, failing: tuple[int, ...]):
     fakes = [Fake(), Fake()]
-    source = Direct(weights, fakes)
+    source = Sending(weights, fakes)
     async with pooled(*fakes) as pool:
         for i in failing:
             fakes[i].fails["/update_weights"] = 1
@@ -493,12 +507,111 @@ async def test_servers_that_weights_did_not_reach_start_again_with_the_file(weig
 
 async def test_a_server_that_ends_before_its_turn_holds_nobody_up(weights: Path):
     fakes = [Fake(), Fake()]
-    source = Direct(weights, fakes)
+    source = Sending(weights, fakes)
     source.dies_after = 1
     async with pooled(*fakes) as pool:
         await pool.update_from(source, 1)
         await until(lambda: pool.usage().alive == 2)
         assert [fake.version for fake in fakes] == [1, 1] and fakes[1].starts == 2
+
+
+@pytest.mark.parametrize("breaks", ["send", "export"])
+async def test_weights_that_no_file_holds_are_given_up_when_the_trainer_ends(weights: Path, breaks: str):
+    fakes = [Fake(), Fake()]
+    source = Sending(weights, fakes)
+    async with pooled(*fakes) as pool:
+        await pool.update(weights, 1)
+        source.breaks = breaks
+        with pytest.raises(TrainerError):
+            await pool.update_from(source, 2)
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [pool.version] * 2 == [1, 1]
+    assert not any(fake.mixed for fake in fakes)
+
+
+async def test_a_cancelled_sending_leaves_one_version_everywhere(weights: Path):
+    fakes = [Fake(), Fake()]
+    source = Sending(weights, fakes)
+    async with pooled(*fakes) as pool:
+        source.breaks = "hang"
+        update = asyncio.create_task(pool.update_from(source, 1))
+        await until(lambda: len(source.lives) == 2)
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [pool.version] * 2 == [0, 0]
+        await pool.update_from(source, 1)
+        assert [fake.version for fake in fakes] == [1, 1]
+
+
+@pytest.mark.parametrize("hangs", ["/pause", "/update_weights", "/resume"])
+async def test_a_server_that_hangs_in_a_sending_is_started_again_and_the_others_have_the_weights(
+    weights: Path, hangs: str
+):
+    class Hanging(Fake):
+        async def _handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path == hangs and self.starts == 1:
+                self.sick = True  # as one that is stopped: nothing answers until it is killed
+                await asyncio.sleep(1.0)
+                return self._cut(request)
+            return await super()._handle(request)
+
+    fakes = [Hanging(), Fake()]
+    async with pooled(*fakes, unhealthy_s=0.1) as pool:
+        await pool.update_from(Sending(weights, fakes), 1)
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [1, 1] and fakes[0].starts == 2
+
+
+async def test_servers_that_never_take_the_weights_are_given_up_however_slowly_they_start(weights: Path):
+    class Slow(Fake):
+        @asynccontextmanager
+        async def start(self) -> AsyncIterator[VllmEngine]:
+            if self.starts:
+                await asyncio.sleep(0.06)
+            async with super().start() as engine:
+                yield engine
+
+    fake = Slow()
+    async with pooled(fake, most=2, window_s=0.1) as pool:
+        fake.fails["/update_weights"] = 99
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineError, match="engine 0 then failed 2 times more"):
+                await pool.update(weights, 1)
+        assert fake.starts == 3
+
+
+async def test_a_look_at_a_server_that_breaks_off_meanwhile_ends_nothing_else(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+):
+    healthy = VllmEngine.healthy
+
+    async def at_last(engine: VllmEngine) -> bool:
+        well = await healthy(engine)
+        if breaks and engine.url == breaks.pop():
+            await engine.break_off("an update of it failed")
+        return well
+
+    fakes = [Fake(), Fake()]
+    async with pooled(*fakes) as pool:
+        await pool.update(weights, 1)
+        first = pool._replicas[0].engine
+        assert first is not None
+        breaks = [first.url] * 9
+        monkeypatch.setattr(VllmEngine, "healthy", at_last)
+        await until(lambda: first.broken)
+        await until(lambda: pool.usage().alive == 2)
+        assert [fake.version for fake in fakes] == [1, 1] and pool.usage().restarts == 1
+
+
+async def test_a_server_that_served_for_long_is_not_given_up_for_what_was_before():
+    fake = Fake()
+    async with pooled(fake, most=1, window_s=0.05) as pool:
+        for life in (1, 2, 3):
+            await until(lambda: pool.usage().alive == 1 and fake.starts == life)  # noqa: B023
+            await asyncio.sleep(0.1)
+            fake.dead = True
+        await until(lambda: pool.usage().alive == 1 and fake.starts == 4)
 
 
 async def test_a_cache_that_stays_full_of_old_keys_fails_the_update_and_says_who_holds_it(

@@ -12,6 +12,7 @@ from lego.engine.admission import Admission
 from lego.engine.base import Pool
 from lego.engine.scripted import ScriptedEngine
 from lego.engine.splice import Told
+from lego.engine.transfer import Broadcast, CudaIpc
 from lego.engine.vllm import DEVICES, VllmServer, devices_of
 from lego.errors import EngineError
 from lego.records import Floats, Generation, Ids, Sampling, VersionSpan
@@ -106,6 +107,12 @@ GOOD = VllmServer(replicas=2, port=8000, env={DEVICES: "0,1,2,3"})
             replace(GOOD, replicas=3),
             "engine.env CUDA_VISIBLE_DEVICES: 4 devices, wanted a multiple of engine.replicas 3",
         ),
+        (VllmServer(direct=Broadcast()), None),
+        (VllmServer(direct=CudaIpc()), "engine.direct: CudaIpc, wanted Broadcast or None: vLLM is here as its CPU"),
+        (VllmServer(direct=Broadcast), "engine.direct: <class 'lego.engine.transfer.Broadcast'>, wanted Broadcast()"),  # type: ignore[arg-type]
+        (VllmServer(transfer="x"), "engine.transfer: 'x', wanted SharedMemory() or SharedFolder(path=...)"),  # type: ignore[arg-type]
+        (VllmServer(direct=Broadcast(host="host.invalid")), "engine.direct.host: 'host.invalid', wanted an address of"),
+        (VllmServer(direct=Broadcast(host="")), "engine.direct.host: '', wanted an address of this machine"),
         (VllmServer(restarts=-1), "engine.restarts: -1, wanted 0 or more"),
         (VllmServer(unhealthy_s=-1.0), "engine.unhealthy_s: -1.0, wanted 0 or more"),
         (VllmServer(restart_window_s=0.0), "engine.restart_window_s: 0.0, wanted over 0"),

@@ -110,7 +110,7 @@ async def test_an_empty_answer_ends_the_run_or_is_asked_for_again(name: str, dri
 
 
 async def test_a_full_context_is_an_outcome_and_what_was_sampled_before_stays(name: str, drill: Drill) -> None:
-    # What qwen-code compacts its history to when it is refused is 4,400 tokens less than its first prompt, and would do.
+    # Refused, qwen-code compacts its history to 4,400 tokens less than its first prompt, which would do.
     drill = replace(drill, serve=disturbed(room=-6000 if name == "qwen" else 1000), max_turns=10)
     run = await _run(drill, _harness(name, compact=False), (NOISE, NOISE, EDIT, Finish()))
     assert run.session.breach is not None and run.session.breach.outcome is Outcome.CONTEXT_EXCEEDED
