@@ -38,9 +38,13 @@ _SHOWN = 200
 class Held(Protocol):
     """A policy's weights as the trainer has them."""
 
-    def held(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def held(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of each, gathered by all ranks together; on rank 0 alone, or `everywhere`."""
+        ...
 
-    def forms(self, dtype: torch.dtype | None) -> Mapping[str, torch.Tensor]: ...
+    def forms(self, dtype: torch.dtype | None) -> Mapping[str, torch.Tensor]:
+        """Shape and dtype of each, in the same order, as tensors without memory."""
+        ...
 
 
 class Source(WeightSource):
@@ -51,6 +55,7 @@ class Source(WeightSource):
         self._forms = weights.forms(dtype)
 
     def metadata(self) -> list[ParamMeta]:
+        """What comes, without gathering it."""
         return [ParamMeta(name, form.dtype, tuple(form.shape)) for name, form in self._forms.items()]
 
     def chunk_bytes(self) -> int:
@@ -94,9 +99,11 @@ class Client(HTTPVLLMWeightSyncClient):
         return max(workers, 0)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Opens the way; our worker is also told which it is."""
         super().init_weight_transfer_engine({"way": self._way, "info": init_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Names the version too, which vLLM's senders do not know."""
         super().finish_weight_update(weight_version or str(self.version))
 
     def fail(self, why: str) -> None:
@@ -131,6 +138,7 @@ class _Silenced:
         self._ended = False
 
     def broadcast(self, tensor: torch.Tensor, **how: Any) -> None:
+        """As the group's, until something fails at either end."""
         if not self._client.failures:
             try:
                 self._group.broadcast(tensor, **how)

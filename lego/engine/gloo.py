@@ -55,6 +55,7 @@ class GlooEngine(NCCLWeightTransferEngine):
     model_update_group: Any
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Joins the trainer's group; RuntimeError if that is not there in time."""
         host, port, parallel = init_info.master_address, init_info.master_port, self.parallel_config
         assert host is not None and port is not None
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -62,6 +63,7 @@ class GlooEngine(NCCLWeightTransferEngine):
         self.model_update_group = Gloo(store, _own_address(host, port), rank, init_info.world_size)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Loads each tensor as it comes; RuntimeError if the trainer is gone."""
         self.model.load_weights(self._received(update_info))  # type: ignore[operator]
 
     def _received(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,6 +82,7 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
     def trainer_init(
         cls, init_info: NCCLTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> "GlooTrainer":
+        """Opens a group with one server's workers; RuntimeError if they do not join in time."""
         assert source is not None
         host, world = init_info.master_address, init_info.world_size
         engine = cls(client=client, source=source, packed=False)
