@@ -51,6 +51,8 @@ class Pool:
     def __init__(self) -> None:
         self.version = 0
         self.updates: list[int] = []
+        self.straight = 0
+        """How many of them came straight from the trainer."""
         self.pins: list[int] = []
 
     async def update(self, weights: Path, version: int) -> None:
@@ -59,7 +61,7 @@ class Pool:
         self.version = version
 
     async def update_from(self, source: "Trainer", version: int) -> None:
-        assert source.sends, "the recipe names no direct way"
+        self.straight += 1
         await self.update(await source.export(version), version)
 
     def usage(self) -> PoolUsage:
@@ -76,8 +78,8 @@ class Pool:
 class Trainer:
     """Weights that are the list of what they were made of: for each step its samples."""
 
-    def __init__(self, folder: Path, sends: bool = False) -> None:
-        self.folder, self.sends, self.trained = folder, sends, list[list[str]]()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.trained = folder, list[list[str]]()
 
     async def step(self, samples: Sequence[Sample], gates: object, *, on_policy: bool) -> Any:
         versions = {int(v) for s in samples for v in s.segment.versions_T[s.segment.mask_T]}
@@ -219,8 +221,9 @@ def main() -> None:
         open_journal(folder, {"test": 1}, 0)
         journal = Dying(folder)
         journal.left = die_after
-        trainer, pool = Trainer(folder, own.engine.direct is not None), Pool()
+        trainer, pool = Trainer(folder), Pool()
         asyncio.run(live(own, folder, journal, pool, Trials(pool), trainer))
+        assert pool.straight == (len(pool.updates) if own.engine.direct else 0), "weights came another way"
         (folder / "trained.json").write_text(json.dumps(trainer.trained))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,40 @@ import torch
 from lego.engine.pool import EnginePool
 from lego.engine.transfer import Broadcast, CudaIpc, Direct
 from lego.engine.vllm import VllmServer
+from lego.learn.client import Trainer
 from lego.learn.trainer import TrainerSpec
 from lego.records import Sampling
 from tests.engine.reference import reference
 from tests.engine.test_pool_live import kill_server
+from tests.learn.samples import sample
 from tests.tiny import write_model
 
 SERVER = VllmServer(replicas=2, dtype="float32", kv_cache_mib=64, max_num_seqs=4, direct=Broadcast())
-TRAINER = TrainerSpec(world_size=2, token_budget=256)
+TRAINER = TrainerSpec(world_size=2, token_budget=256, lr=0.01)
 
 
-async def versions(pool: EnginePool, model: Path) -> list[int]:
-    """Asks each server; the versions it says, once its answer's log-probabilities are this model's."""
+async def versions(pool: EnginePool, models: Sequence[Path]) -> list[int]:
+    """Asks each server; the versions it says, once its answer's log-probabilities are those of that version's model."""
     found = []
     for replica in pool._replicas:
         assert replica.engine is not None
         prompt = np.arange(40, dtype=np.int32) + replica.index
         got = await replica.engine.generate(prompt, Sampling(max_tokens=12), session="a")
-        want, _ = reference(model, np.concatenate([prompt, got.output_ids]), len(prompt))
-        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
         (span,) = got.versions
+        want, _ = reference(models[span.version], np.concatenate([prompt, got.output_ids]), len(prompt))
+        np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
         found.append(span.version)
     return found
+
+
+async def learned(trainer: Trainer, models: list[Path], home: Path) -> None:
+    """One step; its weights are the last of the models then, and far from those before them."""
+    rng = np.random.default_rng(len(models))
+    await trainer.step([sample(rng, 60) for _ in range(4)])
+    models.append(home / f"model-{len(models)}")
+    await trainer.save_hf(models[-1])
+    old, new = (reference(model, np.arange(52, dtype=np.int32), 1)[0] for model in models[-2:])
+    assert np.abs(old - new).max() > 0.01
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -116,43 +128,48 @@ async def test_a_gpu_brings_an_engine_its_weights(
     """NCCL needs a GPU at each end; CUDA IPC has both ends on one."""
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
-    other = write_model(tmp_path / "other", seed=7)
+    models = [tiny_model, write_model(tmp_path / "other", seed=7)]
     server = replace(SERVER, replicas=1, direct=direct, env={"CUDA_VISIBLE_DEVICES": engines})
     async with (
         server.open(tiny_model, tmp_path) as pool,
-        replace(TRAINER, world_size=1).open(other, tmp_path, direct=direct) as trainer,
+        replace(TRAINER, world_size=1).open(models[1], tmp_path, direct=direct) as trainer,
     ):
-        for version in (1, 2):
-            await pool.update_from(trainer, version)
-            assert await versions(pool, other) == [version]
+        await pool.update_from(trainer, 1)
+        assert await versions(pool, models) == [1]
+        await learned(trainer, models, tmp_path)
+        await pool.update_from(trainer, 2)
+        assert await versions(pool, models) == [2]
 
 
 async def test_two_ranks_bring_two_servers_their_weights_and_the_file_those_that_come_later(
     tiny_model: Path, tmp_path: Path
 ):
-    other = write_model(tmp_path / "other", seed=7)
+    models = [tiny_model, write_model(tmp_path / "other", seed=7)]
     logs = tmp_path / "logs"
     logs.mkdir()
     async with (
         SERVER.open(tiny_model, logs) as pool,
-        TRAINER.open(other, tmp_path, direct=Broadcast()) as trainer,
+        TRAINER.open(models[1], tmp_path, direct=Broadcast()) as trainer,
     ):
-        assert await versions(pool, tiny_model) == [0, 0]
+        assert await versions(pool, models) == [0, 0]
         await pool.update_from(trainer, 1)
-        assert await versions(pool, other) == [1, 1]
+        assert await versions(pool, models) == [1, 1]
+        await learned(trainer, models, tmp_path)
         async with pool.pinned() as pinned:  # goes past it, and its own come from the file
             await pool.update_from(trainer, 2)
-            assert sorted(await versions(pool, other)) == [1, 2] and pinned.version == 1
+            assert sorted(await versions(pool, models)) == [1, 2] and pinned.version == 1
         await until(lambda: not any(r.behind for r in pool._replicas))
-        assert await versions(pool, other) == [2, 2]
+        assert await versions(pool, models) == [2, 2]
+        await learned(trainer, models, tmp_path)
         victim = pool._replicas[0]
         assert victim.engine is not None and victim.engine.pid is not None
         update = asyncio.create_task(pool.update_from(trainer, 3))
         kill_server(victim.engine.pid)
         await update
         await until(lambda: victim.serves and victim.restarts == 1)
-        assert await versions(pool, other) == [3, 3]
+        assert await versions(pool, models) == [3, 3]
+        await learned(trainer, models, tmp_path)
         await pool.update_from(trainer, 4)  # over a new way to the server's new life
-        assert await versions(pool, other) == [4, 4]
+        assert await versions(pool, models) == [4, 4]
         usage, last = pool.usage(), pool.usage().last_update
         assert usage.restarts == 1 and last is not None and last.bytes > 100_000 and last.pause_seconds > 0
